@@ -266,9 +266,9 @@ class Row:
             values = fields[name]
             if values is None:
                 continue
-            trained = np.asarray(values)[is_trained] if np.ndim(values) else np.asarray([values])
+            trained = np.broadcast_to(np.asarray(values), ids.shape)[is_trained]
             if not np.isfinite(trained).all():
-                where = int(np.flatnonzero(is_trained)[~np.isfinite(trained)][0]) if np.ndim(values) else "all"
+                where = int(np.flatnonzero(is_trained)[~np.isfinite(trained)][0])
                 raise RowError(
                     f"row {row_id!r}: {name} must be finite at every trained token, found "
                     f"{trained[~np.isfinite(trained)][0]} at token {where}; fix its source, or set loss_mask to 0 there"
