@@ -1,0 +1,228 @@
+"""The reference step: one process, one row at a time, no padding, plain loops. Everything else must equal it.
+
+It follows the formulas of the exact step and shares no code with what it judges: weights are exact fractions of integer
+counts, the token loss is written as its cases, the optimizer step is written out.
+
+    L = Σ_rows Σ_trained t  weight · ℓ_t          N = trained tokens, M = those of the rollout, n = those of the row
+
+    token 1/N    rollout 1/(voters·M)    prompt 1/(groups·tokens of the group)    constant 1/(voters·C)
+    row 1/(rows with trained tokens·n)
+
+The model decides the precision: a float64 model (see ``tiny_models.true_float64``) gives the reference, a float32 model
+the "float32 one-row run".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.types import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleStep:
+    """What one huge batch on one machine would have computed."""
+
+    loss: float
+    gradient: dict[str, Tensor]  # parameter name -> gradient, float64
+    logprobs: dict[Hashable, Tensor]  # row id -> [T], 0.0 at tokens that are not trained
+    metrics: dict[str, float]
+    weights: dict[Hashable, list[float]]  # row id -> [T]
+
+
+def token_weights(
+    rows: Sequence[Row],
+    voters: Mapping[Hashable, Hashable] | None,
+    normaliser: str,
+    constant: float | None = None,
+) -> dict[Hashable, list[float]]:
+    """Row id -> [T] the weight of each token, 0.0 where it is not trained."""
+    if voters is None:
+        voters = {row.rollout_id: row.group_id for row in rows}
+    num_voters = len(voters)
+    num_groups = len(set(voters.values()))
+    num_trained: dict[tuple[str, Hashable], int] = {}
+    for row in rows:
+        for is_trained in row.loss_mask:
+            if is_trained:
+                for key in (
+                    ("window", None),
+                    ("rollout", row.rollout_id),
+                    ("group", row.group_id),
+                    ("row", row.row_id),
+                ):
+                    num_trained[key] = num_trained.get(key, 0) + 1
+    num_trained_rows = sum(1 for row in rows if ("row", row.row_id) in num_trained)
+    weights: dict[Hashable, list[float]] = {}
+    for row in rows:
+        weights[row.row_id] = [0.0] * len(row.token_ids)
+        for t, is_trained in enumerate(row.loss_mask):
+            if not is_trained:
+                continue
+            if normaliser == "token":
+                divisor = Fraction(num_trained["window", None])
+            elif normaliser == "rollout":
+                divisor = Fraction(num_voters * num_trained["rollout", row.rollout_id])
+            elif normaliser == "prompt":
+                divisor = Fraction(num_groups * num_trained["group", row.group_id])
+            elif normaliser == "constant":
+                assert constant is not None
+                divisor = num_voters * Fraction(constant)
+            else:
+                assert normaliser == "row"
+                divisor = Fraction(num_trained_rows * num_trained["row", row.row_id])
+            weights[row.row_id][t] = float(1 / divisor)
+    return weights
+
+
+def oracle_step(
+    model: Any,
+    rows: Sequence[Row],
+    *,
+    voters: Mapping[Hashable, Hashable] | None = None,
+    normaliser: str = "token",
+    constant: float | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> OracleStep:
+    """PPO-clip loss, full gradient, log-probs and metrics of the window; leaves the model's ``.grad`` as None."""
+    weights = token_weights(rows, voters, normaliser, constant)
+    model.zero_grad(set_to_none=True)
+    loss, entropy_sum, num_clipped, num_tokens, max_deviation = 0.0, 0.0, 0, 0, 0.0
+    logprobs: dict[Hashable, Tensor] = {}
+    for row in rows:
+        ids = [int(token) for token in row.token_ids]
+        logits_TV = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        logprobs[row.row_id] = torch.zeros(len(ids), dtype=logits_TV.dtype)
+        terms = []
+        for t in range(len(ids)):
+            if not row.loss_mask[t]:
+                continue
+            logprob_V = logits_TV[t - 1] - torch.logsumexp(logits_TV[t - 1], dim=0)
+            logprob = logprob_V[ids[t]]
+            logprobs[row.row_id][t] = logprob.detach()
+            entropy_sum -= float((logprob_V.exp() * logprob_V).detach().double().sum())
+            advantage = float(row.advantage if isinstance(row.advantage, float) else row.advantage[t])
+            old = logprob.detach() if row.old_logprobs is None else float(row.old_logprobs[t])
+            token_loss, is_clipped, deviation = ppo_clip(logprob, old, advantage, clip_low, clip_high)
+            terms.append(weights[row.row_id][t] * token_loss)
+            num_tokens += 1
+            num_clipped += is_clipped
+            max_deviation = max(max_deviation, deviation)
+        if terms:
+            row_loss = torch.stack(terms).sum()
+            loss += float(row_loss.detach())
+            if row_loss.requires_grad:
+                row_loss.backward()
+    gradient = {
+        name: torch.zeros_like(parameter).double() if parameter.grad is None else parameter.grad.double()
+        for name, parameter in model.named_parameters()
+    }
+    model.zero_grad(set_to_none=True)
+    metrics = {
+        "entropy": entropy_sum / max(1, num_tokens),
+        "clip_fraction": num_clipped / max(1, num_tokens),
+        "ratio_max_deviation": max_deviation,
+    }
+    return OracleStep(loss=loss, gradient=gradient, logprobs=logprobs, metrics=metrics, weights=weights)
+
+
+def ppo_clip(
+    logprob: Tensor, old: Tensor | float, advantage: float, clip_low: float, clip_high: float
+) -> tuple[Tensor, bool, float]:
+    """(-min(ratio·A, clip(ratio, 1-low, 1+high)·A), whether the clipped side was taken, |ratio - 1|)."""
+    ratio = torch.exp(logprob - old)
+    value = float(ratio.detach())
+    is_clipped = (advantage > 0 and value > 1 + clip_high) or (advantage < 0 and value < 1 - clip_low)
+    if not is_clipped:
+        loss = -advantage * ratio
+    else:
+        bound = 1 + clip_high if advantage > 0 else 1 - clip_low
+        loss = torch.full_like(logprob, -advantage * bound, requires_grad=False)
+    return loss, is_clipped, abs(value - 1)
+
+
+def gradient_norm(gradient: Mapping[str, Tensor]) -> float:
+    """The norm of the whole gradient as one vector."""
+    return math.sqrt(sum(float((part.double() ** 2).sum()) for part in gradient.values()))
+
+
+def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """‖found - expected‖ / ‖expected‖ over all names at once; plain ‖found‖ where expected is 0."""
+    assert sorted(found) == sorted(expected), set(found) ^ set(expected)
+    difference = gradient_norm({name: found[name].double() - expected[name].double() for name in expected})
+    norm = gradient_norm(expected)
+    return difference / norm if norm > 0 else difference
+
+
+def clipped(gradient: Mapping[str, Tensor], max_norm: float | None) -> dict[str, Tensor]:
+    """The whole gradient scaled once, so that its norm is at most ``max_norm``."""
+    norm = gradient_norm(gradient)
+    scale = 1.0 if max_norm is None or norm <= max_norm else max_norm / norm
+    return {name: part * scale for name, part in gradient.items()}
+
+
+def sgd_step(
+    parameters: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *, lr: float, max_norm: float | None = None
+) -> dict[str, Tensor]:
+    """θ - lr·g after one clip."""
+    step = clipped(gradient, max_norm)
+    return {name: parameters[name].double() - lr * step[name] for name in parameters}
+
+
+@dataclass(slots=True, kw_only=True)
+class AdamW:
+    """Decoupled weight decay, bias-corrected moments; keeps its own state between steps."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    num_steps: int = 0
+    first: dict[str, Tensor] | None = None
+    second: dict[str, Tensor] | None = None
+
+    def step(
+        self, parameters: Mapping[str, Tensor], gradient: Mapping[str, Tensor], max_norm: float | None = None
+    ) -> dict[str, Tensor]:
+        clipped_gradient = clipped(gradient, max_norm)
+        first = self.first or {name: torch.zeros_like(part) for name, part in clipped_gradient.items()}
+        second = self.second or {name: torch.zeros_like(part) for name, part in clipped_gradient.items()}
+        self.num_steps += 1
+        beta1, beta2 = self.betas
+        after: dict[str, Tensor] = {}
+        for name, g in clipped_gradient.items():
+            first[name] = beta1 * first[name] + (1 - beta1) * g
+            second[name] = beta2 * second[name] + (1 - beta2) * g * g
+            mean = first[name] / (1 - beta1**self.num_steps)
+            scale = torch.sqrt(second[name] / (1 - beta2**self.num_steps)) + self.eps
+            after[name] = parameters[name].double() * (1 - self.lr * self.weight_decay) - self.lr * mean / scale
+        self.first, self.second = first, second
+        return after
+
+
+def grpo_advantages(rollouts: Sequence[tuple[str, str, float | None, bool]]) -> dict[str, float]:
+    """(rollout id, group id, reward, votes) of every rollout -> advantage of every voter.
+
+    (r - mean) / (sample standard deviation + 1e-6) over the group's voters; 0 when all are equal or only one votes.
+    """
+    advantages: dict[str, float] = {}
+    for rollout_id, group_id, reward, votes in rollouts:
+        if not votes:
+            continue
+        assert reward is not None
+        peers = [r for _, other, r, is_voter in rollouts if other == group_id and is_voter and r is not None]
+        if len(peers) == 1 or max(peers) == min(peers):
+            advantages[rollout_id] = 0.0
+            continue
+        mean = math.fsum(peers) / len(peers)
+        std = math.sqrt(math.fsum((r - mean) ** 2 for r in peers) / (len(peers) - 1))
+        advantages[rollout_id] = (reward - mean) / (std + 1e-6)
+    return advantages

@@ -1,0 +1,171 @@
+"""Tiny random Qwen3 and Llama models, in float32 or in *true* float64, and models whose log-probs are known by hand.
+
+transformers computes RMSNorm, the rotary angles and the eager softmax in float32 whatever the model's dtype, so a
+"float64" model is only half true. ``true_float64()`` replaces those casts for the length of a ``with`` block, and
+``no_float32()`` fails on any operation, forward or backward, that yields a floating-point tensor of another dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers.models.llama.modeling_llama as llama
+import transformers.models.qwen3.modeling_qwen3 as qwen3
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 23
+
+
+def tiny_model(
+    family: str = "qwen3",
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    attention: str = "sdpa",
+    num_layers: int = 2,
+    is_tied: bool = False,
+) -> Any:
+    """A causal LM of a few thousand parameters whose weights are a pure function of ``seed``, whatever the dtype.
+
+    Weights are drawn in float32 with a standard deviation of 0.4, so that attention is far from uniform and a token
+    that sees too much changes its log-prob by tenths.
+    """
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": is_tied,
+        "attn_implementation": attention,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if family == "qwen3":
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**shape))
+    else:
+        assert family == "llama"
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else 0.4 * noise)
+    return with_dtype(model, dtype)
+
+
+def bigram_model(probabilities_VV: Sequence[Sequence[float]], *, dtype: torch.dtype = torch.float64) -> Any:
+    """A Llama model with P(next | current) given by hand: attention and MLP are cut off, the head holds log P."""
+    vocab = len(probabilities_VV)
+    hidden = 4 * math.ceil(vocab / 4)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=4,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    model = with_dtype(model, dtype)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(1e6 * torch.eye(vocab, hidden))
+        model.model.norm.weight.fill_(hidden**-0.5)
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:, :vocab].copy_(torch.tensor(probabilities_VV, dtype=torch.float64).log().T)
+    return model
+
+
+def with_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The model in ``dtype``; in float64 the rotary frequencies are computed anew instead of rounded."""
+    model = model.to(dtype)
+    if dtype == torch.float64:
+        for module in model.modules():
+            if isinstance(module, (llama.LlamaRotaryEmbedding, qwen3.Qwen3RotaryEmbedding)):
+                dim = 2 * module.inv_freq.numel()
+                base = module.config.rope_parameters["rope_theta"]
+                module.inv_freq = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return model
+
+
+def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+
+def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].to(x.dtype) * self.inv_freq.to(x.dtype)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def _eager_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    probabilities = torch.softmax(scores, dim=-1)
+    return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
+
+
+@contextlib.contextmanager
+def true_float64() -> Iterator[None]:
+    """Within the block, Qwen3 and Llama models keep the dtype of their inputs throughout."""
+    replaced: list[tuple[type | ModuleType, str, Any]] = [
+        (llama.LlamaRMSNorm, "forward", _rms_norm),
+        (qwen3.Qwen3RMSNorm, "forward", _rms_norm),
+        (llama.LlamaRotaryEmbedding, "forward", _rotary),
+        (qwen3.Qwen3RotaryEmbedding, "forward", _rotary),
+        (llama, "eager_attention_forward", _eager_attention),
+        (qwen3, "eager_attention_forward", _eager_attention),
+    ]
+    originals = [vars(owner)[name] for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(replaced, originals, strict=True):
+            setattr(owner, name, original)
+
+
+class _OnlyFloat64(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
+                raise AssertionError(f"{func} gave a tensor of dtype {leaf.dtype}, shape {tuple(leaf.shape)}")
+        return out
+
+
+def no_float32() -> TorchDispatchMode:
+    """A block in which no operation, forward or backward, may yield a floating-point tensor other than float64."""
+    return _OnlyFloat64()
