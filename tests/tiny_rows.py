@@ -1,0 +1,87 @@
+"""Windows of rows with many segments: random, seeded, and dirty where nothing may look."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from evenstep.types import Row
+from oracle import grpo_advantages, oracle_step
+from tiny_models import VOCAB
+
+REWARDS = (0.7, 0.35, 0.95, 0.1, 0.55, 1.3, -0.45, 0.15)  # not exact in binary
+SEED_A_SEGMENTS = ((1, 3), (2, 5), (1, 1))  # segments of each rollout of each group: 13 rows
+
+
+def make_rows(
+    segments: Sequence[Sequence[int]] = SEED_A_SEGMENTS,
+    *,
+    seed: int = 0,
+    min_tokens: int = 4,
+    max_tokens: int = 14,
+    has_uneven_advantages: bool = False,
+) -> list[Row]:
+    """Rows of ``segments[group][rollout]`` segments each: random ids, one to three trained stretches, GRPO advantages.
+
+    ``has_uneven_advantages`` gives every token an advantage of its own instead of one per rollout.
+    """
+    random = np.random.default_rng(seed)
+    rollouts: list[tuple[str, str, float | None, bool]] = []
+    for g, counts in enumerate(segments):
+        for r in range(len(counts)):
+            rollouts.append((f"g{g}/r{r}", f"g{g}", REWARDS[len(rollouts) % len(REWARDS)], True))
+    advantages = grpo_advantages(rollouts)
+    rows = []
+    for g, counts in enumerate(segments):
+        for r, num_segments in enumerate(counts):
+            for s in range(num_segments):
+                num_tokens = int(random.integers(min_tokens, max_tokens + 1))
+                mask = (random.random(num_tokens) < 0.6).astype(int)
+                mask[0], mask[-1] = 0, 1
+                advantage: Any = advantages[f"g{g}/r{r}"]
+                if has_uneven_advantages:
+                    advantage = advantage + random.normal(size=num_tokens)
+                rows.append(
+                    Row(
+                        row_id=f"g{g}/r{r}/s{s}",
+                        rollout_id=f"g{g}/r{r}",
+                        group_id=f"g{g}",
+                        token_ids=random.integers(0, VOCAB, num_tokens),
+                        loss_mask=mask,
+                        advantage=advantage,
+                    )
+                )
+    return rows
+
+
+def with_old_logprobs(rows: Sequence[Row], model: Any, *, seed: int = 0, spread: float = 0.3) -> list[Row]:
+    """The rows with old log-probs near the model's own, so that about half of the tokens leave the clip range."""
+    random = np.random.default_rng(seed)
+    logprobs = oracle_step(model, rows).logprobs
+    return [
+        dataclasses.replace(
+            row, old_logprobs=logprobs[row.row_id].double().numpy() + random.normal(0, spread, row.num_tokens)
+        )
+        for row in rows
+    ]
+
+
+def with_garbage(rows: Sequence[Row]) -> list[Row]:
+    """The rows with NaN, infinities and huge values in every per-token field wherever the mask is 0."""
+    junk = np.asarray([np.nan, np.inf, -np.inf, 1e30, -1e30, -150.0])
+    dirty = []
+    for i, row in enumerate(rows):
+        fields: dict[str, Any] = {"advantage": np.broadcast_to(row.advantage, row.num_tokens)}
+        for name in ("old_logprobs", "ref_logprobs", "engine_logprobs"):
+            values = getattr(row, name)
+            if values is not None:
+                fields[name] = values
+        shifts = {"advantage": 0, "old_logprobs": 1, "ref_logprobs": 2, "engine_logprobs": 3}
+        for name, values in fields.items():
+            garbage = junk[(np.arange(row.num_tokens) + i + shifts[name]) % len(junk)]
+            fields[name] = np.where(row.loss_mask, values, garbage)
+        dirty.append(dataclasses.replace(row, **fields))
+    return dirty
