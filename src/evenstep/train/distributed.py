@@ -1,0 +1,226 @@
+"""Everything that speaks between ranks: sharding, sums, agreement. No other module calls a collective."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from evenstep.errors import DistributedError, StateError
+
+__all__ = [
+    "agree",
+    "broadcast",
+    "copy_full_weights",
+    "exchange",
+    "full_gradient_norm",
+    "is_sharded",
+    "rank_and_size",
+    "rank_zero_first",
+    "reduce_sums",
+    "scatter",
+    "set_sync",
+    "shard",
+    "start",
+    "sum_gradients",
+    "use_gradient_sums",
+]
+
+T = TypeVar("T")
+STATUS_BYTES = 1024  # of a rank's message in `agree`
+
+
+def rank_and_size() -> tuple[int, int]:
+    """(this rank, number of ranks); (0, 1) where no process group is up."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def shard(model: nn.Module) -> nn.Module:
+    """Shard a transformers model over all ranks with FSDP2, one group per decoder layer, and return it.
+
+    Gradients are summed over ranks, not averaged. Call it before the optimizer is built. The output head stays in the
+    root group, so that log-probs can be computed in chunks.
+
+    Raises:
+        StateError: no process group is up.
+    """
+    if not dist.is_initialized():
+        raise StateError(
+            "shard() needs a process group; start under torchrun and call torch.distributed.init_process_group() first"
+        )
+    for layer in model.base_model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)  # type: ignore[arg-type]
+    fully_shard(model)
+    use_gradient_sums(model)
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def use_gradient_sums(model: nn.Module) -> None:
+    """Undo the averaging over ranks that FSDP2 does by default: the one place where it is undone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo has no pre-multiplied sum; a plain one followed by a division by 1 is exact everywhere
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def set_sync(model: nn.Module, *, is_last: bool) -> None:
+    """Tell a sharded model whether this backward pass is the window's last: only then gradients are reduced.
+
+    Parameters stay gathered between micro-batches and are given back after the last one; leaving them gathered for good
+    would leave ``.grad`` unset without a word.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+        model.set_is_last_backward(is_last)
+        model.set_reshard_after_backward(is_last)
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients of replicated parameters over ranks, in one collective per dtype and device.
+
+    A parameter that got no gradient on any rank keeps None; one that got a gradient anywhere gets the sum everywhere.
+    """
+    if rank_and_size()[1] == 1:
+        return
+    by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for (dtype, device), members in by_kind.items():
+        sizes = [parameter.numel() for parameter in members]
+        has_grad = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=device)
+        grads = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in members]
+        flat = torch.cat([has_grad, *grads])
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+        counts, *sums = flat.split([len(members), *sizes])
+        for parameter, count, grad in zip(members, counts.tolist(), sums, strict=True):
+            if count > 0:
+                parameter.grad = grad.view_as(parameter)
+
+
+def reduce_sums(sums: Mapping[str, float], maxima: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Sum and maximise named float64 scalars over ranks with one collective; names and order must be the same."""
+    local = torch.tensor([*sums.values(), *maxima.values()], dtype=torch.float64)
+    table_WX = _all_gather(local).double()
+    total = table_WX[:, : len(sums)].sum(0).tolist()
+    highest = table_WX[:, len(sums) :].max(0).values.tolist()
+    return dict(zip(sums, total, strict=True)), dict(zip(maxima, highest, strict=True))
+
+
+def agree(what: str, value: str, error: Exception | None = None) -> None:
+    """Compare a short string over all ranks before a collective could hang on the difference.
+
+    Args:
+        what: what is compared, for the message.
+        value: e.g. a plan's hash.
+        error: an error this rank met on the way; the other ranks then raise too.
+
+    Raises:
+        DistributedError: on every rank, with each rank's value.
+        Exception: ``error`` itself, on the rank that met it.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        if error is not None:
+            raise error
+        return
+    message = f"={value}" if error is None else f"!{type(error).__name__}: {error}"
+    encoded = message.encode()[:STATUS_BYTES]
+    buffer = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+    buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    table_WX = _all_gather(buffer).cpu().numpy().astype(np.uint8)
+    found = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in table_WX]
+    if error is not None:
+        raise error
+    if len(set(found)) == 1:
+        return
+    lines = "\n".join(f"  rank {r}: {text[1:]}" for r, text in enumerate(found))
+    raise DistributedError(
+        f"every rank must bring the same {what}, and they differ (this is rank {rank}):\n{lines}\n"
+        f"give forward_backward the same rows, in the same order and with the same settings, on every rank"
+    )
+
+
+def exchange(value: T) -> list[T]:
+    """[W] Every rank's value, on every rank."""
+    size = rank_and_size()[1]
+    if size == 1:
+        return [value]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, value)
+    return found
+
+
+def scatter(values: Sequence[T] | None) -> T:
+    """Rank r gets ``values[r]`` of rank 0; the other ranks pass None."""
+    if rank_and_size()[1] == 1:
+        assert values is not None
+        return values[0]
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, list(values) if values is not None else None, src=0)
+    return mine[0]
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if rank_and_size()[1] == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextmanager
+def rank_zero_first() -> Iterator[None]:
+    """Run the block on rank 0 before the other ranks run it, for work whose result is cached on disk."""
+    rank, size = rank_and_size()
+    if size > 1 and rank > 0:
+        dist.barrier()
+    yield
+    if size > 1 and rank == 0:
+        dist.barrier()
+
+
+def copy_full_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy the weights of a sharded model into a whole one of the same shape, one parameter at a time."""
+    theirs = dict(target.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, parameter in source.named_parameters(remove_duplicate=False):
+            theirs[name].copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+
+
+def start(timeout_s: float) -> None:
+    """Join the process group that torchrun set up, NCCL for CUDA devices and gloo otherwise."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def _all_gather(local: Tensor) -> Tensor:
+    size = rank_and_size()[1]
+    if size == 1:
+        return local[None]
+    local = local.cuda() if dist.get_backend() == "nccl" else local
+    parts = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(parts, local)
+    return torch.stack(parts).cpu()
+
+
+def full_gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Global 2-norm of all gradients, over all shards: a scalar tensor that is the same on every rank."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,114 @@
+"""Log-probabilities of the trained tokens of a cell, without ever holding all logits.
+
+A hook in front of the output head takes the hidden states that predict a trained token and computes their log-probs in
+chunks whose logits are recomputed in the backward pass. The head itself then runs on zero tokens, which keeps it in the
+graph of the model's own output, where sharded parameters have their hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from evenstep.train.attention import DOCUMENTS_KWARG
+from evenstep.train.collate import Cell
+
+__all__ = ["TokenLogprobs", "cell_logprobs"]
+
+# what transformers applies to logits after the output head, by the name of its configuration key
+POST_HEAD_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """What a forward pass says about the trained tokens of a cell."""
+
+    logprobs_N: Tensor  # of the sampled id, at the given temperature
+    entropies_N: Tensor  # nats, no gradient
+    anchor: Tensor  # scalar 0 that ties the model's output to the graph: add it to the loss
+
+
+def cell_logprobs(model: nn.Module, cell: Cell, *, temperature: float = 1.0, chunk_tokens: int = 1024) -> TokenLogprobs:
+    """Run the model on a cell and return log-probs and entropies of its trained tokens.
+
+    ``logprob = (z / temperature)[id] - logsumexp(z / temperature)``, upcast to at least float32 chunk by chunk.
+
+    Args:
+        model: a transformers causal LM.
+        cell: the micro-batch.
+        temperature: that of sampling.
+        chunk_tokens: trained tokens whose logits exist at once.
+    """
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    settings = model.config.to_dict()  # type: ignore[union-attr,operator]
+    # a head that the model rescales afterwards, or that is sharded on its own, must run inside its own forward
+    whole = isinstance(head, FSDPModule) or any(settings.get(key) is not None for key in POST_HEAD_KEYS)
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def before_head(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        hidden = args[0]
+        chosen_NH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, cell.gather_N)
+        if whole:
+            return (chosen_NH,)
+        # head.forward and not head(): the call would come back to this hook
+        found.append(chunked_logprobs(head.forward, chosen_NH, cell.targets_N, temperature, chunk_tokens))
+        return (hidden[:, :0],)
+
+    inputs: dict[str, object] = {"input_ids": cell.input_ids_BT, "use_cache": False}
+    if cell.document_lengths is not None:
+        inputs |= {"position_ids": cell.position_ids_BT, DOCUMENTS_KWARG: cell.document_lengths}
+    handle = head.register_forward_pre_hook(before_head)
+    try:
+        logits: Tensor = model(**inputs).logits
+    finally:
+        handle.remove()
+    if whole:
+        found.append(score_logits(logits, cell.targets_N, temperature))
+    logprobs_N, entropies_N = found[0]
+    return TokenLogprobs(logprobs_N=logprobs_N, entropies_N=entropies_N, anchor=logits[:, :0].sum())
+
+
+def chunked_logprobs(
+    head: Callable[[Tensor], Tensor], hidden_NH: Tensor, targets_N: Tensor, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """(log-probs [N], entropies [N]) with the logits of at most ``chunk_tokens`` tokens alive at once."""
+
+    def one(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return score_logits(head(hidden), targets, temperature)
+
+    logprobs: list[Tensor] = []
+    entropies: list[Tensor] = []
+    # an empty cell still runs one empty chunk, so that the head and everything below it gets a (zero) gradient
+    for start in range(0, max(len(targets_N), 1), chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        if torch.is_grad_enabled():
+            found = checkpoint(one, hidden_NH[part], targets_N[part], use_reentrant=False, preserve_rng_state=False)
+        else:
+            found = one(hidden_NH[part], targets_N[part])
+        logprobs.append(found[0])
+        entropies.append(found[1])
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def score_logits(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log-prob of the target [N], entropy in nats [N], without gradient) of tempered logits.
+
+    >>> logp, entropy = score_logits(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 0.5)
+    >>> round(logp.item(), 6)
+    -0.01815
+    """
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    if temperature != 1.0:
+        logits_NV = logits_NV / temperature
+    lse_N = torch.logsumexp(logits_NV, dim=-1)
+    logprobs_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1) - lse_N
+    with torch.no_grad():
+        probs_NV = torch.exp(logits_NV - lse_N[:, None])
+        # a logit of -inf has probability 0 and adds nothing
+        entropies_N = lse_N - torch.where(probs_NV > 0, probs_NV * logits_NV, 0.0).sum(-1)
+    return logprobs_N, entropies_N

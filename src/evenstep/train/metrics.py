@@ -1,0 +1,71 @@
+"""What a window's rollouts say, counted in rollouts and groups, never in rows."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from evenstep.types import Rollout, Window
+
+__all__ = ["METRIC_NAMES", "peak_memory_bytes", "rollout_metrics"]
+
+# every window's line in metrics.jsonl has these, null where nothing was computed
+METRIC_NAMES = (
+    *("window", "optimizer_step", "stepped", "skip_reason", "lr"),
+    *("num_rollouts", "num_voters", "num_failed", "num_truncated", "num_replaced", "num_rows", "num_fillers"),
+    *("segments_per_rollout_mean", "segments_per_rollout_max", "num_trained_tokens", "num_microbatches"),
+    *("padding_efficiency", "lockstep_efficiency", "reward_mean", "reward_std", "zero_spread_fraction"),
+    *("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ratio_max_deviation", "engine_trainer_kl"),
+    *("staleness_max", "tokens_per_second", "peak_memory_bytes"),
+    *("seconds_generate", "seconds_score", "seconds_train"),
+)
+
+
+def rollout_metrics(window: Window, *, optimizer_step: int) -> dict[str, float | int | None]:
+    """Counts of rollouts by status, reward mean and sample standard deviation over voters, groups without spread.
+
+    A rollout counts once, however many rows it has.
+
+    Args:
+        window: the rollouts of one optimizer step.
+        optimizer_step: steps taken before it; staleness is counted from there.
+
+    >>> from evenstep.types import Call, Group
+    >>> def rollout(name, reward, calls):
+    ...     made = tuple(Call(order=i, prompt_ids=(1,), output_ids=(2,), logprobs=(0.0,)) for i in range(calls))
+    ...     return Rollout(rollout_id=name, group_id="g", prompt_id="p", reward=reward, calls=made)
+    >>> group = Group(group_id="g", prompt_id="p", rollouts=(rollout("a", 1.0, 1), rollout("b", 0.0, 4)))
+    >>> found = rollout_metrics(Window(window=0, collection=0, epoch=0, groups=(group,)), optimizer_step=0)
+    >>> found["reward_mean"], found["num_voters"], found["zero_spread_fraction"]
+    (0.5, 2, 0.0)
+    """
+    rollouts: Sequence[Rollout] = window.rollouts
+    rewards = np.asarray([r.reward for r in rollouts if r.is_voter], dtype=np.float64)
+    spreads = [{r.reward for r in group.rollouts if r.is_voter} for group in window.groups]
+    voting_groups = [spread for spread in spreads if spread]
+    versions = [r.weight_version for r in rollouts if r.weight_version is not None]
+    return {
+        "num_rollouts": len(rollouts),
+        "num_voters": len(rewards),
+        "num_failed": sum(r.status == "failed" for r in rollouts),
+        "num_truncated": sum(r.status == "truncated" for r in rollouts),
+        "num_replaced": 0,
+        "reward_mean": float(rewards.mean()) if len(rewards) else None,
+        "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else None,
+        "zero_spread_fraction": (
+            sum(len(spread) == 1 for spread in voting_groups) / len(voting_groups) if voting_groups else None
+        ),
+        "staleness_max": optimizer_step - min(versions) if versions else None,
+    }
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this process held so far: the allocator's on a GPU, resident pages otherwise."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,418 @@
+"""A run: collect, close, credit, plan, train, log; the same code on one rank or many.
+
+Every rank generates its share of a collection; rank 0 gathers the rollouts, writes them to disk, closes the collection,
+and ships each rank the rows of its own cells. All state is three counters: a run can stop anywhere and go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from evenstep.config import Config
+from evenstep.credit import group_advantages
+from evenstep.files import read_rollouts, write_rollouts
+from evenstep.rollout.agent import AgentOptions
+from evenstep.rollout.chat import ChatRenderer
+from evenstep.rollout.collector import close_collection, generate_rollouts, slots_of, windows_of
+from evenstep.rollout.environment import TaskSource
+from evenstep.rollout.evaluate import evaluate
+from evenstep.rollout.in_process import InProcessEngine
+from evenstep.rollout.segments import rows_of
+from evenstep.train import distributed
+from evenstep.train.checkpoint import export, latest_checkpoint, load_checkpoint, save_checkpoint
+from evenstep.train.metrics import METRIC_NAMES, peak_memory_bytes, rollout_metrics
+from evenstep.train.models import load_model
+from evenstep.train.schedule import learning_rate, set_learning_rate
+from evenstep.train.step import StepOutcome, StepResult, Trainer
+from evenstep.train.window import PreparedWindow
+from evenstep.types import Rollout, Window
+
+__all__ = ["Reporter", "run_training"]
+
+ROLLOUTS = "rollouts"
+PLANS = "plans"
+CHECKPOINTS = "checkpoints"
+EXPORT = "model"
+METRICS = "metrics.jsonl"
+
+
+class Reporter(Protocol):
+    """Who shows a run to a person; called on rank 0 only."""
+
+    def start(self, info: Mapping[str, Any]) -> None: ...
+    def phase(self, name: str) -> None: ...
+    def window(self, metrics: Mapping[str, Any]) -> None: ...
+    def evaluation(self, result: Mapping[str, Any]) -> None: ...
+    def notice(self, text: str) -> None: ...
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """All that a resume needs besides weights and moments."""
+
+    collection: int = 0  # collections trained
+    window: int = 0  # windows trained, each epoch's pass counted
+    optimizer_step: int = 0  # of them, those that moved the weights
+
+
+def run_training(config: Config, *, resume: bool = False, reporter: Reporter | None = None) -> None:
+    """Train as configured; every rank calls this with the same arguments, under torchrun or alone.
+
+    Args:
+        config: a checked configuration.
+        resume: go on from the newest checkpoint of the run folder; rollouts that were generated after it and not yet
+            trained are taken from disk.
+        reporter: shown to the user by rank 0.
+
+    Raises:
+        EvenstepError: see its subclasses; what was finished before stays on disk and can be resumed.
+    """
+    _Run(config, reporter).train(resume=resume)
+
+
+class _Run:
+    def __init__(self, config: Config, reporter: Reporter | None) -> None:
+        self.config = config
+        self.folder = Path(config.run.dir)
+        self.rank, self.num_ranks = distributed.rank_and_size()
+        self.reporter = reporter if self.rank == 0 else None
+        self.counters = Counters()
+        self.evaluations: list[dict[str, Any]] = []
+        self._load()
+
+    def _load(self) -> None:
+        config, train = self.config, self.config.train
+        dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
+        with distributed.rank_zero_first():  # converting packaged weights happens once
+            model, self.tokenizer = load_model(config.model.path, dtype=dtype)
+        self.sampler = model
+        if train.sharding == "fsdp2":
+            # the engine needs whole weights, so each rank keeps a copy that is refreshed after every step
+            self.sampler = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+            self.sampler.load_state_dict(model.state_dict())
+            distributed.shard(model)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
+        )
+        fixed = (
+            {"micro_batch_rows": config.plan.micro_batch_rows, "pad_scope": config.plan.pad_scope}
+            if config.plan.layout == "fixed"
+            else {}
+        )
+        self.trainer = Trainer(
+            model,
+            self.optimizer,
+            layout=config.plan.layout,
+            max_tokens_per_gpu=config.plan.max_tokens_per_gpu,
+            pad_to_multiple=config.plan.pad_to_multiple,
+            normaliser=config.credit.normaliser,
+            normaliser_constant=config.credit.constant,
+            max_grad_norm=train.max_grad_norm,
+            clip_low=train.clip_low,
+            clip_high=train.clip_high,
+            temperature=config.rollout.temperature,
+            **fixed,
+        )
+        self.renderer = ChatRenderer(self.tokenizer)
+        self.engine = InProcessEngine(
+            self.sampler,
+            eos_token_ids=self.renderer.stop_token_ids,
+            max_context_tokens=config.model.max_context_tokens,
+        )
+        self.agent_options = AgentOptions(
+            max_context_tokens=config.model.max_context_tokens,
+            max_tokens_per_call=config.rollout.max_tokens_per_call,
+            temperature=config.rollout.temperature,
+            max_calls=config.rollout.max_calls,
+            max_segments=config.rollout.max_segments,
+        )
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def train(self, *, resume: bool) -> None:
+        config = self.config
+        self._open_folder(resume=resume)
+        if self.reporter:
+            self.reporter.start(
+                {
+                    "num_ranks": self.num_ranks,
+                    "num_parameters": sum(p.numel() for p in self.model.parameters()),
+                    "num_windows": self.num_windows,
+                    "first_window": self.counters.window,
+                    "folder": str(self.folder),
+                }
+            )
+        if self.counters.window == 0:
+            self._evaluate()
+        while self.counters.collection < config.run.num_collections:
+            self._train_collection()
+            self.counters.collection += 1
+            done = self.counters.collection == config.run.num_collections
+            if done or self.counters.collection % config.evaluate.every == 0:
+                self._evaluate()
+            if done or self.counters.collection % config.checkpoint.every == 0:
+                self._checkpoint()
+        if config.checkpoint.export:
+            export(self.folder / EXPORT, self.model, self.tokenizer)
+        if self.reporter:
+            self.reporter.finish({"folder": str(self.folder), "evaluations": self.evaluations})
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of the whole run, which is also the most optimizer steps it can take."""
+        train = self.config.train
+        return self.config.run.num_collections * train.windows_per_collection * train.epochs
+
+    def _train_collection(self) -> None:
+        started = time.perf_counter()
+        self._phase("generate")
+        windows = self._collect()
+        seconds_generate = time.perf_counter() - started
+
+        self._phase("score")
+        started = time.perf_counter()
+        first_pass = self._ship(windows)
+        if self._scores_old_logprobs:
+            first_pass = [None if w is None else w.with_old_logprobs(self.trainer.score(w)) for w in first_pass]
+        seconds_score = time.perf_counter() - started
+
+        for epoch in range(self.config.train.epochs):
+            for index, prepared in enumerate(first_pass):
+                self._phase("train")
+                started = time.perf_counter()
+                metrics = self._train_window(prepared)
+                if windows is not None:
+                    window = windows[epoch * len(first_pass) + index]
+                    seconds = {
+                        "seconds_generate": seconds_generate,
+                        "seconds_score": seconds_score,
+                        "seconds_train": time.perf_counter() - started,
+                    }
+                    self._log_window(window, prepared, metrics | seconds)
+                seconds_generate = seconds_score = 0.0  # belong to the collection's first window
+                self.counters.window += 1
+                self.counters.optimizer_step += bool(metrics["stepped"])
+
+    @property
+    def _scores_old_logprobs(self) -> bool:
+        """Whether old log-probs come from a scoring pass; without one the ratio is 1 by construction."""
+        train = self.config.train
+        if train.old_logprobs == "auto":
+            return train.epochs > 1 or train.windows_per_collection > 1
+        return train.old_logprobs == "scored"
+
+    # --- collecting -----------------------------------------------------------------------------------------------
+
+    def _collect(self) -> list[Window] | None:
+        """Rank 0: the windows of the next collection, all epochs; other ranks: None."""
+        rollout, train, index = self.config.rollout, self.config.train, self.counters.collection
+        path = self.folder / ROLLOUTS / f"collection_{index:06d}.jsonl.gz"
+        rollouts = self._stored(path)
+        if rollouts is None:
+            self.engine.weight_version = self.counters.optimizer_step
+            mine = asyncio.run(
+                generate_rollouts(
+                    slots_of(
+                        collection=index, num_prompts=rollout.num_prompts, num_generations=rollout.num_generations
+                    ),
+                    tasks=self._tasks("train", self.config.run.seed),
+                    engine=self.engine,
+                    renderer=self.renderer,
+                    compaction=self.config.compaction.build(),
+                    options=self.agent_options,
+                    run_seed=self.config.run.seed,
+                    batch_rollouts=rollout.generation_batch_rollouts,
+                    rank=self.rank,
+                    num_ranks=self.num_ranks,
+                )
+            )
+            parts = distributed.exchange(mine)
+            rollouts = [r for part in parts for r in part]
+            if self.rank == 0:
+                write_rollouts(path, sorted(rollouts, key=lambda r: r.rollout_id))
+        if self.rank != 0:
+            return None
+        collection = close_collection(
+            rollouts,
+            collection=index,
+            num_prompts=rollout.num_prompts,
+            num_generations=rollout.num_generations,
+            weight_version=self.counters.optimizer_step,
+        )
+        return list(
+            windows_of(
+                collection,
+                rollouts_per_window=train.rollouts_per_window,
+                epochs=train.epochs,
+                first_window=self.counters.window,
+            )
+        )
+
+    def _stored(self, path: Path) -> list[Rollout] | None:
+        """Rollouts of this collection that an interrupted run left behind, sampled by these very weights."""
+        found = list(read_rollouts(path)) if self.rank == 0 and path.exists() else None
+        if found is not None and any(r.weight_version not in (None, self.counters.optimizer_step) for r in found):
+            self._notice(f"{path.name}: sampled by other weights, generated again")
+            found = None
+        is_stored = distributed.broadcast(found is not None)
+        return (found or []) if is_stored else None
+
+    def _ship(self, windows: Sequence[Window] | None) -> list[PreparedWindow | None]:
+        """Credit and plan on rank 0, then give each rank the rows of its own cells; None for a window without rows."""
+        shares: list[list[PreparedWindow | None]] | None = None
+        if windows is not None:
+            prepared = [self._prepare(w) for w in windows if w.epoch == 0]
+            shares = [[None if p is None else p.for_rank(r) for p in prepared] for r in range(self.num_ranks)]
+        return distributed.scatter(shares)
+
+    def _prepare(self, window: Window) -> PreparedWindow | None:
+        advantages = group_advantages(window.rollouts, self.config.credit.estimator)
+        rows = rows_of(window.rollouts, advantages)
+        if not rows:
+            return None
+        prepared = self.trainer.prepare(rows, {r.rollout_id: r.group_id for r in window.rollouts if r.is_voter})
+        path = self.folder / PLANS / f"window_{window.window:06d}.json"
+        path.write_text(prepared.plan.to_json())
+        for item in prepared.plan.overlong:
+            self._notice(
+                f"row {rows[item.row].row_id} has {item.length} tokens, more than the budget of {item.budget}: it "
+                f"stands alone in its micro-batch"
+            )
+        return prepared
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def _train_window(self, prepared: PreparedWindow | None) -> dict[str, Any]:
+        train = self.config.train
+        rate = learning_rate(
+            self.counters.optimizer_step,
+            peak=train.lr,
+            schedule=train.schedule,
+            warmup_steps=train.warmup_steps,
+            total_steps=self.num_windows,
+        )
+        counters = {"window": self.counters.window, "optimizer_step": self.counters.optimizer_step, "lr": rate}
+        if prepared is None:
+            return counters | {"stepped": False, "skip_reason": "no rollout of the window has tokens"}
+        set_learning_rate(self.optimizer, rate)
+        result: StepResult = self.trainer.forward_backward(prepared)
+        outcome: StepOutcome = self.trainer.optim_step()
+        if outcome.stepped and self.sampler is not self.model:
+            distributed.copy_full_weights(self.model, self.sampler)
+        step = {"stepped": outcome.stepped, "skip_reason": outcome.skip_reason, "grad_norm": outcome.grad_norm}
+        return counters | step | result.metrics
+
+    def _log_window(self, window: Window, prepared: PreparedWindow | None, metrics: Mapping[str, Any]) -> None:
+        line: dict[str, Any] = dict.fromkeys(METRIC_NAMES)
+        line |= rollout_metrics(window, optimizer_step=self.counters.optimizer_step)
+        line |= metrics
+        seconds = sum(line[name] for name in ("seconds_generate", "seconds_score", "seconds_train"))
+        num_tokens = prepared.plan.stats.num_tokens if prepared is not None else 0
+        line |= {
+            "collection": window.collection,
+            "epoch": window.epoch,
+            "tokens_per_second": num_tokens / seconds,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+        self._append(line)
+        if self.reporter:
+            self.reporter.window(line)
+
+    # --- evaluation, state ----------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        options = self.config.evaluate
+        if options.num_tasks == 0:
+            return
+        self._phase("evaluate")
+        self.engine.weight_version = self.counters.optimizer_step
+        mine = asyncio.run(
+            evaluate(
+                num_tasks=options.num_tasks,
+                tasks=self._tasks("heldout", options.seed),
+                engine=self.engine,
+                renderer=self.renderer,
+                compaction=self.config.compaction.build(),
+                options=self.agent_options,
+                batch_rollouts=self.config.rollout.generation_batch_rollouts,
+                rank=self.rank,
+                num_ranks=self.num_ranks,
+            )
+        )
+        result = {"window": self.counters.window, "optimizer_step": self.counters.optimizer_step} | mine
+        self.evaluations.append(result)
+        if self.rank == 0:
+            self._append(result)
+        if self.reporter:
+            self.reporter.evaluation(result)
+
+    def _tasks(self, split: Any, seed: int) -> TaskSource:
+        environment = self.config.environment
+        return TaskSource(name=environment.name, options=environment.build(), seed=seed, split=split)
+
+    def _checkpoint(self) -> None:
+        self._phase("checkpoint")
+        state = {
+            "collection": self.counters.collection,
+            "window": self.counters.window,
+            "optimizer_step": self.counters.optimizer_step,
+        }
+        keep = self.config.checkpoint.keep
+        save_checkpoint(self.folder / CHECKPOINTS, self.model, self.optimizer, state, keep=keep)
+
+    def _open_folder(self, *, resume: bool) -> None:
+        """Make the run folder, or go back to its newest checkpoint."""
+        checkpoint = latest_checkpoint(self.folder / CHECKPOINTS) if resume else None
+        if checkpoint is not None:
+            state = load_checkpoint(checkpoint, self.model, self.optimizer)
+            if state["num_ranks"] != self.num_ranks:
+                self._notice(
+                    f"the run was on {state['num_ranks']} ranks and goes on with {self.num_ranks}: the same step, "
+                    f"but not the same rounding"
+                )
+            self.counters = Counters(**{name: state[name] for name in ("collection", "window", "optimizer_step")})
+            if self.sampler is not self.model:
+                distributed.copy_full_weights(self.model, self.sampler)
+        if self.rank == 0:
+            for name in (ROLLOUTS, PLANS, CHECKPOINTS):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.toml").write_text(self.config.to_toml())
+            self._keep_metrics_before(self.counters.window if resume else 0)
+
+    def _keep_metrics_before(self, window: int) -> None:
+        """Drop the lines of windows that are going to be trained again; written aside, then renamed."""
+        path = self.folder / METRICS
+        lines = path.read_text().splitlines() if path.exists() and window else []
+        kept = [record for record in map(json.loads, lines) if _is_before(record, window)]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        partial.rename(path)
+        self.evaluations = [record for record in kept if "eval_reward_mean" in record]
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        with (self.folder / METRICS).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _phase(self, name: str) -> None:
+        if self.reporter:
+            self.reporter.phase(name)
+
+    def _notice(self, text: str) -> None:
+        if self.reporter:
+            self.reporter.notice(text)
+
+
+def _is_before(record: Mapping[str, Any], window: int) -> bool:
+    # an evaluation at window n was made before window n was trained
+    return record["window"] <= window if "eval_reward_mean" in record else record["window"] < window

@@ -1,0 +1,125 @@
+"""A window made ready to run: its plan, its weights, its counts. Everything that looks at all rows happens here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenstep.credit import count_window, row_weights
+from evenstep.errors import RowError
+from evenstep.plan import StepPlan, plan_step
+from evenstep.types import Float64Array, Row
+
+__all__ = ["PreparedWindow", "prepare_window"]
+
+PER_TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "engine_logprobs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedWindow:
+    """What a rank needs to run its share of a window; R rows over all ranks."""
+
+    plan: StepPlan
+    rows: Mapping[int, Row]  # plan index -> row; all rows, or those of one rank
+    weights_R: Float64Array  # weight of each trained token of each row
+    num_voters: int
+    num_groups: int
+    num_rows: int
+    num_trained_tokens: int
+    segments_per_rollout_mean: float  # over the rollouts that have rows
+    segments_per_rollout_max: int
+    has_signal: bool  # whether any trained token's advantage is not 0
+    fields: tuple[str, ...]  # per-token fields that every row carries
+    digest: str  # of the plan, the weights and all rows
+
+    def for_rank(self, rank: int) -> PreparedWindow:
+        """The same window with only the rows that one rank runs."""
+        mine = {index for cell in self.plan.cells[rank] for index in cell}
+        return replace(self, rows={index: row for index, row in self.rows.items() if index in mine})
+
+    def with_old_logprobs(self, logprobs: Mapping[Hashable, torch.Tensor]) -> PreparedWindow:
+        """The same window, its rows carrying these log-probs as the old ones.
+
+        A scoring pass over the same plan leaves on each rank the log-probs of just the rows it is going to train, so
+        nothing has to be sent around.
+        """
+        rows = {i: replace(row, old_logprobs=logprobs[row.row_id].double().numpy()) for i, row in self.rows.items()}
+        return replace(self, rows=rows, fields=(*self.fields, "old_logprobs"), digest=self.digest + "+old")
+
+
+def prepare_window(
+    rows: Sequence[Row],
+    voters: Mapping[Hashable, Hashable] | None,
+    *,
+    num_ranks: int,
+    normaliser: str,
+    normaliser_constant: float | None,
+    allow_row_splits: bool,
+    plan_options: Mapping[str, Any],
+) -> PreparedWindow:
+    """Count, weigh and plan a window; a pure function of its arguments.
+
+    Raises:
+        RowError: no rows, or a per-token field that only some rows carry.
+        CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``.
+    """
+    if not rows:
+        raise RowError(
+            "a window needs at least one row, found none; when no rollout of a window has tokens, skip its step"
+        )
+    fields = tuple(name for name in PER_TOKEN_FIELDS if _all_or_none(rows, name))
+    counts = count_window(rows, voters)
+    weights_R = row_weights(rows, counts, normaliser, constant=normaliser_constant, allow_row_splits=allow_row_splits)
+    plan = plan_step(
+        [row.num_tokens for row in rows],
+        num_ranks=num_ranks,
+        row_ids=[row.row_id for row in rows],
+        rollout_ids=[row.rollout_id for row in rows],
+        group_ids=[row.group_id for row in rows],
+        **plan_options,
+    )
+    segments = list(counts.rows_per_rollout.values())
+    return PreparedWindow(
+        plan=plan,
+        rows=dict(enumerate(rows)),
+        weights_R=weights_R,
+        num_voters=counts.num_voters,
+        num_groups=counts.num_groups,
+        num_rows=len(rows),
+        num_trained_tokens=counts.num_trained_tokens,
+        segments_per_rollout_mean=len(rows) / len(segments),
+        segments_per_rollout_max=max(segments),
+        has_signal=any(bool(row.advantages_T.any()) for row in rows),
+        fields=fields,
+        digest=_digest(plan, weights_R, rows, fields),
+    )
+
+
+def _all_or_none(rows: Sequence[Row], name: str) -> bool:
+    with_it = [row for row in rows if getattr(row, name) is not None]
+    if with_it and len(with_it) != len(rows):
+        without = next(row for row in rows if getattr(row, name) is None)
+        raise RowError(
+            f"{name} must be on all rows of a window or on none: row {with_it[0].row_id!r} has it and row "
+            f"{without.row_id!r} has not ({len(with_it)} of {len(rows)} have); score the rest, or drop the field"
+        )
+    return bool(with_it)
+
+
+def _digest(plan: StepPlan, weights_R: Float64Array, rows: Sequence[Row], fields: Sequence[str]) -> str:
+    """A hash of all that decides the step; masked positions are left out, because nothing reads them."""
+    state = hashlib.blake2b(digest_size=16)
+    state.update(plan.hash.encode())
+    state.update(weights_R.tobytes())
+    for row in rows:
+        state.update(repr((row.row_id, row.rollout_id, row.group_id)).encode())
+        for values in (row.token_ids, row.loss_mask, row.advantages_T):
+            state.update(np.ascontiguousarray(values).tobytes())
+        for name in fields:
+            state.update(getattr(row, name)[row.loss_mask].tobytes())
+    return state.hexdigest()
