@@ -1,0 +1,90 @@
+"""Rows that are already on their ranks: each rank groups its own, then the counts are made equal by splitting."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+
+import numpy as np
+
+from evenstep.plan.deal import Placed
+from evenstep.plan.problem import Problem
+from evenstep.types import Int64Array
+
+__all__ = ["group_rows", "place_local", "split_to_count"]
+
+Cell = list[int]  # canonical positions, longest row first
+
+
+def place_local(problem: Problem, rank_of_R: Int64Array) -> Placed:
+    """Group longest first, agree on K, split the most expensive divisible cell until every rank has K."""
+    grouped = [group_rows(problem, np.flatnonzero(rank_of_R == r)) for r in range(problem.num_ranks)]
+    num_microbatches = problem.round_k(max(len(cells) for cells in grouped))
+    k_R = np.zeros(problem.num_rows, dtype=np.int64)
+    for cells in grouped:
+        parts = split_to_count(problem, cells, num_microbatches)
+        # Each rank's most expensive cell first: pairing sorted cells is what makes the sum of column maxima least.
+        parts.sort(key=lambda cell: -_cost(problem, cell))
+        for k, cell in enumerate(parts):
+            k_R[cell] = k
+    return Placed(rank_R=rank_of_R, k_R=k_R, num_microbatches=num_microbatches)
+
+
+def group_rows(problem: Problem, positions: Int64Array) -> list[Cell]:
+    """Cells within the budget of these rows, taken longest first."""
+    if problem.room.layout == "packed":
+        return _best_fit(problem, positions)
+    capacity, max_rows = problem.room.capacity, problem.room.max_rows or positions.size
+    widths = problem.widths_R[positions]
+    listed = positions.tolist()
+    cells: list[Cell] = []
+    start = 0
+    while start < len(listed):
+        fit = len(listed) if capacity is None else max(1, capacity // int(widths[start]))
+        cells.append(listed[start : start + min(fit, max_rows)])
+        start += len(cells[-1])
+    return cells
+
+
+def _best_fit(problem: Problem, positions: Int64Array) -> list[Cell]:
+    """Best-fit decreasing: each row goes where it leaves the least room, else into a new cell."""
+    capacity, max_rows = problem.room.capacity, problem.room.max_rows
+    if capacity is None:
+        capacity = int(problem.widths_R.sum())
+    cells: list[Cell] = []
+    free: list[tuple[int, int]] = []  # (room left, cell), ascending
+    for position in positions.tolist():
+        width = int(problem.widths_R[position])
+        at = bisect_left(free, (width, -1))
+        if at < len(free):
+            left, cell = free.pop(at)
+            cells[cell].append(position)
+        else:
+            left, cell = capacity, len(cells)
+            cells.append([position])
+        if left > width and (max_rows is None or len(cells[cell]) < max_rows):
+            insort(free, (left - width, cell))
+    return cells
+
+
+def _cost(problem: Problem, cell: Cell) -> int:
+    return problem.cost_of_cell(np.array(cell, dtype=np.int64))
+
+
+def split_to_count(problem: Problem, cells: list[Cell], count: int) -> list[Cell]:
+    """Halve the most expensive divisible cell, the larger half first, until there are ``count`` or none divides.
+
+    Halves stay where their cell was; equal costs are split at the lowest k.
+    """
+    placed: dict[tuple[int, ...], Cell] = {(k,): cell for k, cell in enumerate(cells)}
+    heap = [(-_cost(problem, cell), key) for key, cell in placed.items() if len(cell) > 1]
+    heapq.heapify(heap)
+    while len(placed) < count and heap:
+        _, key = heapq.heappop(heap)
+        cell = placed.pop(key)
+        half = (len(cell) + 1) // 2
+        for i, part in enumerate((cell[:half], cell[half:])):
+            placed[(*key, i)] = part
+            if len(part) > 1:
+                heapq.heappush(heap, (-_cost(problem, part), (*key, i)))
+    return [placed[key] for key in sorted(placed)]

@@ -1,0 +1,106 @@
+"""The rows of one plan in canonical order with exact integer costs: what the algorithms work on.
+
+Costs are fixed-point integers, so every sum is exact and no order of additions, vector width or platform can change a
+plan. Positions count rows from the longest to the shortest; ties go by row id, else by index.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from evenstep.plan.cost import CostModel
+from evenstep.plan.footprint import Room
+from evenstep.types import Int64Array
+
+__all__ = ["Problem", "fixed_point_scale", "make_problem"]
+
+_COST_BITS = 50  # all cells together cost less than 2**50 units: exact in int64 and in float64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Rows of one plan, longest first."""
+
+    room: Room
+    num_ranks: int  # W
+    order_R: Int64Array  # index into lengths of each position
+    lengths_R: Int64Array  # real tokens
+    widths_R: Int64Array  # tokens in the row's own cell, a multiple of room.multiple
+    costs_R: Int64Array  # cost of the row at its own width, without c0
+    c0: int  # cost of a micro-batch besides its rows
+    c1: float  # units per footprint token
+    scale: float  # units per unit of the cost model
+    min_microbatches: int  # K is at least this
+    k_multiple: int  # and a multiple of this
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.order_R.size)
+
+    def round_k(self, num_microbatches: int) -> int:
+        """Smallest allowed K that is at least ``num_microbatches``."""
+        return -(-max(num_microbatches, self.min_microbatches, 1) // self.k_multiple) * self.k_multiple
+
+    def cost_of_cell(self, cell_B: Int64Array) -> int:
+        """Cost of one cell, given its rows' positions, without c0."""
+        return int(self.cell_costs(np.zeros_like(cell_B), 1, cell_B)[0])
+
+    def cell_costs(self, cell_of_R: Int64Array, num_cells: int, rows: Int64Array | None = None) -> Int64Array:
+        """[C] Cost of each cell without c0, from the cell of each row (or of ``rows``); empty cells cost 0."""
+        row_costs, widths = (self.costs_R, self.widths_R) if rows is None else (self.costs_R[rows], self.widths_R[rows])
+        counts = np.bincount(cell_of_R, minlength=num_cells)
+        if self.room.layout == "packed":
+            costs = np.bincount(cell_of_R, weights=row_costs, minlength=num_cells).astype(np.int64)
+            if self.room.bucket is not None:
+                sums = np.bincount(cell_of_R, weights=widths, minlength=num_cells).astype(np.int64)
+                zeros = np.zeros_like(sums)
+                costs += np.rint((self.room.footprints(sums, zeros, zeros) - sums) * self.c1).astype(np.int64)
+            return np.where(counts > 0, costs, 0)
+        most = np.zeros(num_cells, dtype=np.int64)
+        np.maximum.at(most, cell_of_R, row_costs)
+        return most * (np.where(counts > 0, self.room.cell_rows, 0) if self.room.layout == "fixed" else counts)
+
+
+def fixed_point_scale(cost: CostModel, room: Room, longest: int, num_rows: int, num_ranks: int) -> float:
+    """Power of two that turns costs into integers below ``2**50`` in total."""
+    width = room.round_up(np.array([longest], dtype=np.int64))
+    if room.bucket is not None:
+        width = room.ladder(int(width[0]))[-1:]
+    most = (num_rows * room.cell_rows + num_ranks) * (float(cost.row_costs(width)[0]) + cost.c0)
+    return 2.0 ** (_COST_BITS - math.frexp(most)[1])
+
+
+def make_problem(
+    rows: Int64Array,
+    lengths_R: Int64Array,
+    tie_break_R: Int64Array | None,
+    *,
+    room: Room,
+    cost: CostModel,
+    num_ranks: int,
+    min_microbatches: int,
+    k_multiple: int,
+) -> Problem:
+    """Sort the rows with indices ``rows`` (of all lengths) and turn their costs into integers."""
+    lengths = lengths_R[rows]
+    ties = rows if tie_break_R is None else tie_break_R[rows]
+    order = np.lexsort((ties, -lengths))
+    lengths = lengths[order]
+    widths = room.widths(lengths)
+    scale = fixed_point_scale(cost, room, int(lengths[0]), lengths.size, num_ranks)
+    return Problem(
+        room=room,
+        num_ranks=num_ranks,
+        order_R=rows[order],
+        lengths_R=lengths,
+        widths_R=widths,
+        costs_R=np.rint(cost.row_costs(widths) * scale).astype(np.int64),
+        c0=round(cost.c0 * scale),
+        c1=cost.c1 * scale,
+        scale=scale,
+        min_microbatches=min_microbatches,
+        k_multiple=k_multiple,
+    )

@@ -1,0 +1,224 @@
+"""Reading ``plan_step``'s arguments: everything is checked here, once, and bad input never reaches the algorithms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.errors import PlanError
+from evenstep.plan.cost import CostModel
+from evenstep.plan.footprint import LAYOUTS, Layout, Room
+from evenstep.types import Int64Array
+
+__all__ = ["Effort", "Placement", "Request", "Sync", "id_ranks", "read_lengths", "require_choice", "require_int"]
+
+Placement = Literal["global", "local"]
+Sync = Literal["micro_batch", "step"]
+Effort = Literal["default", "high"]
+_LONGEST = 2**31  # beyond it, sums of attended pairs leave the exact integers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a plan is asked to be, apart from the rows themselves."""
+
+    num_ranks: int  # W
+    max_tokens_per_gpu: int | None
+    layout: Layout
+    placement: Placement
+    micro_batch_rows: int
+    logprob_micro_batch_rows: int
+    pad_scope: Literal["window", "group"]
+    pad_to_multiple: int
+    bucket: float | None
+    cp: int
+    tp: int
+    sync: Sync
+    cost: CostModel
+    effort: Effort
+    min_microbatches: int
+    num_microbatches_multiple: int
+    max_rows_per_microbatch: int | None
+    overlong_policy: Literal["alone", "error"]  # the argument `overlong`
+
+    @property
+    def room(self) -> Room:
+        """The shape rules of this plan's cells."""
+        alignment = 2 * self.cp if self.cp > 1 else 1
+        budget = None if self.max_tokens_per_gpu is None else self.max_tokens_per_gpu * self.cp * self.tp
+        return Room(
+            layout=self.layout,
+            budget=budget,
+            multiple=math.lcm(alignment, self.pad_to_multiple),
+            bucket=self.bucket,
+            max_rows=self.max_rows_per_microbatch,
+            cell_rows=self.micro_batch_rows,
+        )
+
+    def validate(self) -> None:
+        """Refuse values outside their range and combinations that contradict each other."""
+        for name, least in (
+            ("num_ranks", 1),
+            ("micro_batch_rows", 1),
+            ("logprob_micro_batch_rows", 1),
+            ("pad_to_multiple", 1),
+            ("cp", 1),
+            ("tp", 1),
+            ("min_microbatches", 1),
+            ("num_microbatches_multiple", 1),
+        ):
+            require_int(name, getattr(self, name), least)
+        for name in ("max_tokens_per_gpu", "max_rows_per_microbatch"):
+            value = getattr(self, name)
+            if value is not None:
+                require_int(name, value, 1)
+        require_choice("layout", self.layout, LAYOUTS)
+        require_choice("placement", self.placement, ("global", "local"))
+        require_choice("sync", self.sync, ("micro_batch", "step"))
+        require_choice("effort", self.effort, ("default", "high"))
+        require_choice("pad_scope", self.pad_scope, ("window", "group"))
+        require_choice("overlong", self.overlong_policy, ("alone", "error"))
+        self._validate_cost_and_bucket()
+        self._validate_combinations()
+
+    def _validate_cost_and_bucket(self) -> None:
+        cost: Any = self.cost
+        if not isinstance(cost, CostModel):
+            raise PlanError(f"cost must be a CostModel or None, found {type(cost).__name__}; see CostModel.from_shape")
+        bucket: Any = self.bucket
+        if bucket is None:
+            return
+        if isinstance(bucket, bool) or not isinstance(bucket, (int, float)) or not 0.0 < float(bucket) < 1.0:
+            raise PlanError(
+                f"bucket must be None or the largest share of a width that may be wasted, between 0 and 1, "
+                f"found {bucket!r}; 0.125 is a good start"
+            )
+
+    def _validate_combinations(self) -> None:
+        room = self.room
+        if room.budget is not None and room.multiple > room.budget:
+            raise PlanError(
+                f"a width is a multiple of {room.multiple} (pad_to_multiple = {self.pad_to_multiple}, cp = {self.cp}), "
+                f"more than the budget of {room.budget} tokens (max_tokens_per_gpu = {self.max_tokens_per_gpu}); "
+                f"lower pad_to_multiple or raise max_tokens_per_gpu"
+            )
+        if self.layout == "fixed":
+            if self.max_rows_per_microbatch is not None and self.max_rows_per_microbatch < self.micro_batch_rows:
+                raise PlanError(
+                    f"layout 'fixed' runs micro_batch_rows = {self.micro_batch_rows} rows at a time, more than "
+                    f"max_rows_per_microbatch = {self.max_rows_per_microbatch}; lower micro_batch_rows"
+                )
+            return
+        for name, value, neutral in (
+            ("micro_batch_rows", self.micro_batch_rows, 1),
+            ("logprob_micro_batch_rows", self.logprob_micro_batch_rows, 1),
+            ("pad_scope", self.pad_scope, "window"),
+        ):
+            if value != neutral:
+                raise PlanError(
+                    f"{name} = {value!r} applies to layout 'fixed' only, found layout {self.layout!r}; "
+                    f"leave it out, or choose layout='fixed'"
+                )
+
+
+def require_int(name: str, value: Any, least: int) -> None:
+    """Raise unless ``value`` is a plain int of at least ``least``; booleans, floats and NumPy scalars are refused."""
+    if type(value) is not int or value < least:
+        raise PlanError(f"{name} must be an integer ≥ {least}, found {value!r}; give a whole number")
+
+
+def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise unless ``value`` is one of ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        raise PlanError(f"{name} must be one of {', '.join(map(repr, choices))}, found {value!r}")
+
+
+def read_lengths(lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Int64Array:
+    """[R] The row lengths as int64; anything but whole numbers ≥ 1 raises."""
+    array = np.asarray(lengths)
+    if array.ndim != 1:
+        raise PlanError(f"lengths must be a flat list of integers, found shape {array.shape}")
+    if array.size == 0:
+        raise PlanError("lengths must name at least one row, found 0; a window without rows needs no plan, skip it")
+    if array.dtype.kind not in "iu":
+        bad = [(i, v) for i, v in enumerate(array.tolist()) if type(v) is not int]
+        where = f"lengths[{bad[0][0]}] = {bad[0][1]!r}" if bad else f"dtype {array.dtype}"
+        raise PlanError(f"lengths must be integers ≥ 1, found {where}; count the row's tokens")
+    wrong = np.flatnonzero((array < 1) | (array >= _LONGEST))
+    if wrong.size:
+        first = int(wrong[0])
+        raise PlanError(
+            f"lengths must be between 1 and {_LONGEST - 1}, found lengths[{first}] = {array[first]} "
+            f"({wrong.size} rows in all); a row without tokens is no row, leave it out"
+        )
+    return array.astype(np.int64)
+
+
+def id_ranks(name: str, ids: Sequence[Hashable] | None, num_rows: int, *, unique: bool) -> Int64Array | None:
+    """[R] Position of each id in the order of all ids, which depends on their values alone; None without ids."""
+    if ids is None:
+        return None
+    listed: list[Hashable] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+    if len(listed) != num_rows:
+        raise PlanError(f"{name} must name each of the {num_rows} rows, found {len(listed)}; give one id per length")
+    try:
+        # Plain integers or strings sort by value; np.unique on mixed types would compare them as text.
+        kinds = {type(item) for item in listed}
+        keys = np.array(listed) if kinds <= {int} or kinds == {str} else np.array([_id_key(item) for item in listed])
+    except OverflowError:
+        keys = np.array([_id_key(item) for item in listed])
+    if keys.dtype.kind not in "iU":
+        keys = np.array([_id_key(item) for item in listed])
+    values, ranks, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    if unique and len(values) != num_rows:
+        twice = [i for i in range(num_rows) if counts[ranks[i]] > 1][:2]
+        raise PlanError(f"{name} must be unique, found {listed[twice[0]]!r} at rows {twice}; number the rows")
+    return ranks.astype(np.int64)
+
+
+def _id_key(item: Any) -> str:
+    """Text that orders ids the same way on every platform and in every process."""
+    if isinstance(item, tuple):
+        parts = cast("tuple[Any, ...]", item)
+        return "(" + ",".join(_id_key(part) for part in parts) + ")"
+    if item is None or isinstance(item, (str, bytes, int, float)):
+        return f"{type(item).__name__}:{item!r}"
+    raise PlanError(
+        f"ids must be strings, numbers or tuples of them, found {type(item).__name__}: its order could differ between "
+        f"processes; pass str(id)"
+    )
+
+
+def read_groups_of_rows(
+    name: str, listed: Sequence[Sequence[int]], num_rows: int, *, may_be_empty: bool
+) -> list[Int64Array]:
+    """Index lists that together name each row exactly once (windows, or the rows of each rank)."""
+    if isinstance(listed, (str, bytes, Mapping)) or not isinstance(listed, (list, tuple, np.ndarray)):
+        raise PlanError(f"{name} must be a list of index lists, found {type(listed).__name__}")
+    parts: list[Int64Array] = []
+    for i, part in enumerate(listed):
+        array = np.asarray(part)
+        if array.size == 0:
+            if not may_be_empty:
+                raise PlanError(f"{name}[{i}] must name at least one row, found none; leave the empty window out")
+            array = np.zeros(0, dtype=np.int64)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise PlanError(f"{name}[{i}] must be a flat list of row indices, found {part!r}")
+        outside = array[(array < 0) | (array >= num_rows)]
+        if outside.size:
+            raise PlanError(f"{name}[{i}] names row {outside[0]}, there are rows 0 to {num_rows - 1}")
+        parts.append(array.astype(np.int64))
+    seen = np.bincount(np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64), minlength=num_rows)
+    wrong = np.flatnonzero(seen != 1)
+    if wrong.size:
+        first = int(wrong[0])
+        raise PlanError(
+            f"{name} must name every row exactly once, found row {first} {seen[first]} times "
+            f"({wrong.size} rows in all); each row is trained once"
+        )
+    return parts
