@@ -11,6 +11,7 @@ four ranks costs 0.2 s, where four fresh interpreters cost 15 s of imports on tw
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import multiprocessing
@@ -26,7 +27,9 @@ from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
 
 PRELOADED = (
     "torch",
@@ -39,6 +42,25 @@ GRACE_S = 5.0  # what the other ranks get, to end by themselves, after the first
 
 class RanksError(AssertionError):
     """A rank raised, died, or did not end in time; the message holds what every rank had to say."""
+
+
+def once(launch: Callable[..., T]) -> Callable[..., T]:
+    """Remember what a launch returned or raised, by its arguments: many tests look at one launch."""
+    known: dict[Any, tuple[T | None, Exception | None]] = {}
+
+    @functools.wraps(launch)
+    def wrapper(*args: Any) -> T:
+        if args not in known:
+            try:
+                known[args] = launch(*args), None
+            except RanksError as error:
+                known[args] = None, error
+        result, error = known[args]
+        if error is not None:
+            raise error
+        return cast(T, result)
+
+    return wrapper
 
 
 def run_ranks(

@@ -70,8 +70,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def run_case(case: StepCase) -> CaseOutcome:
-    with case.precision(), no_float32() if case.is_float64 else contextlib.nullcontext():
-        return _run(case)
+    with case.precision():
+        model, trainer = build(case)
+        with no_float32() if case.is_float64 else contextlib.nullcontext():
+            return _run(case, model, trainer)
 
 
 def run_cases(cases: Sequence[StepCase]) -> list[CaseOutcome]:
@@ -95,8 +97,7 @@ def build(case: StepCase) -> tuple[Any, Any]:
     return model, evenstep.train.Trainer(model, optimizer, **case.trainer)
 
 
-def _run(case: StepCase) -> CaseOutcome:
-    model, trainer = build(case)
+def _run(case: StepCase, model: Any, trainer: evenstep.train.Trainer) -> CaseOutcome:
     weights = [{name: whole(parameter) for name, parameter in model.named_parameters()}]
     gradient: dict[str, Tensor] = {}
     steps = []
