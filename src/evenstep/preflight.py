@@ -1,0 +1,115 @@
+"""Everything that can be refused before torch is imported or a model is loaded."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from evenstep.config import Config, load_config
+from evenstep.errors import ConfigError
+from evenstep.model_files import layout_problem, max_context_tokens, model_settings
+
+__all__ = ["check_model", "check_ranks", "check_run_folder", "preflight"]
+
+# Keys that may differ between a run and its continuation: they change what is kept and shown, not what is learned.
+CHANGEABLE_ON_RESUME = ("run.dir", "checkpoint.", "evaluation.")
+
+
+def preflight(config: Config, *, ranks: int | None = None, resume: bool = False) -> None:
+    """Check ranks, model files and run folder, in this order; the folder exists afterwards.
+
+    Raises:
+        ConfigError: names the key, the value and the fix.
+    """
+    if ranks is not None:
+        check_ranks(ranks)
+    check_model(config)
+    check_run_folder(config, resume=resume)
+
+
+def check_ranks(ranks: int) -> None:
+    """Refuse a number of ranks that cannot run.
+
+    >>> check_ranks(2)
+    """
+    if ranks < 1:
+        raise ConfigError(f"--ranks must be at least 1, found {ranks}; leave it out to use what fits this machine")
+
+
+def check_model(config: Config) -> None:
+    """Compare the model's own configuration with what is asked of it, from its files alone.
+
+    Raises:
+        ConfigError: files are missing, the context is too long for the model, or it cannot do the layout.
+    """
+    settings = model_settings(config.model.path)
+    most = max_context_tokens(settings)
+    if most is not None and config.model.max_context_tokens > most:
+        raise ConfigError(
+            f"model.max_context_tokens must be at most {most}, the context that {config.model.path!r} was made for, "
+            f"found {config.model.max_context_tokens}; lower it, compaction keeps rollouts within it"
+        )
+    problem = layout_problem(settings, config.plan.layout)
+    if problem is not None:
+        raise ConfigError(
+            f"plan.layout = {config.plan.layout!r} must keep rows apart, found that {problem}; "
+            f"set plan.layout = 'padded'"
+        )
+
+
+def check_run_folder(config: Config, *, resume: bool) -> None:
+    """Create the run's folder where it is missing, and refuse one that is in use or cannot be written.
+
+    Raises:
+        ConfigError: the folder has a run and ``resume`` is False, has none and ``resume`` is True, has one of another
+            configuration, or cannot be written.
+    """
+    folder = Path(config.run.dir)
+    recorded = folder / "config.toml"
+    has_run = recorded.is_file()
+    if has_run and not resume:
+        raise ConfigError(
+            f"run.dir must be a new folder, found a run in {config.run.dir!r}; continue it with --resume, or choose "
+            f"another folder with --run-dir"
+        )
+    if resume and not has_run:
+        raise ConfigError(
+            f"--resume continues the run in run.dir, found no config.toml in {config.run.dir!r}; start it without "
+            f"--resume, or name the right folder with --run-dir"
+        )
+    if has_run:
+        _check_same_run(load_config([recorded]), config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir must be a folder that can be written, found {config.run.dir!r} ({error.strerror}); choose "
+            f"another with --run-dir"
+        ) from None
+
+
+def _check_same_run(recorded: Config, asked: Config) -> None:
+    before, after = _flat(recorded), _flat(asked)
+    may_change = CHANGEABLE_ON_RESUME
+    if asked.train.schedule == "constant":  # else the schedule's end would move under the steps already made
+        may_change += ("run.num_collections",)
+    changed = [
+        f"{key} was {before.get(key)!r}, now {after.get(key)!r}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not key.startswith(may_change)
+    ]
+    if changed:
+        raise ConfigError(
+            f"--resume continues a run as it was configured, found changes: {'; '.join(changed)}; undo them, or start "
+            f"a new run with --run-dir"
+        )
+
+
+def _flat(config: Config) -> dict[str, object]:
+    return {
+        f"{section}.{name}": value
+        for section, table in config.model_dump(mode="json").items()
+        for name, value in table.items()
+    }
