@@ -6,7 +6,7 @@ causal attention a real token never looks at the padding after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from evenstep.errors import PlanError
 
-__all__ = ["DOCUMENTS_KWARG", "attention_for", "refuse_layout"]
+__all__ = ["DOCUMENTS_KWARG", "attention_for"]
 
 IMPLEMENTATION = "evenstep_documents"
 DOCUMENTS_KWARG = "evenstep_document_lengths"  # reaches the attention function through the model's keyword arguments
-EXACT_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def document_attention(
@@ -77,22 +76,3 @@ def attention_for(model: PreTrainedModel, layout: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def refuse_layout(settings: Mapping[str, Any], layout: str) -> None:
-    """Raise PlanError when a model with this configuration cannot do a layout exactly.
-
-    Args:
-        settings: the model's configuration as a mapping.
-        layout: fixed, padded or packed.
-    """
-    if layout != "packed":
-        return
-    layer_types = set(settings.get("layer_types") or ["full_attention"])
-    inexact = sorted(layer_types - EXACT_LAYERS)
-    if inexact or settings.get("attn_logit_softcapping") is not None:
-        why = f"layers of type {', '.join(inexact)}" if inexact else "soft-capped attention scores"
-        raise PlanError(
-            f"layout 'packed' must keep rows apart, and model type {settings.get('model_type')!r} has {why}, which "
-            f"cannot be told where a row ends; use layout 'padded'"
-        )

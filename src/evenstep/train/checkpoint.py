@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evenstep.errors import FileFormatError
@@ -61,7 +62,7 @@ def save_checkpoint(
     tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     if has_moments:
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    dcp.save(tensors, checkpoint_id=partial / "dcp", no_dist=not dist.is_initialized())
+    save(tensors, checkpoint_id=partial / "dcp", no_dist=not dist.is_initialized())
     if rank == 0:
         document = {"format_version": 1, "num_ranks": size, "has_moments": has_moments, **state}
         with (partial / STATE_FILE).open("w") as file:
@@ -110,7 +111,7 @@ def load_checkpoint(checkpoint: Path, model: PreTrainedModel, optimizer: torch.o
     tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     if state["has_moments"]:
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    dcp.load(tensors, checkpoint_id=checkpoint / "dcp", no_dist=not dist.is_initialized())
+    load(tensors, checkpoint_id=checkpoint / "dcp", no_dist=not dist.is_initialized())
     set_model_state_dict(model, tensors["model"], options=options)
     if state["has_moments"]:
         set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=options)

@@ -47,7 +47,8 @@ def cell_logprobs(model: nn.Module, cell: Cell, *, temperature: float = 1.0, chu
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
     settings = model.config.to_dict()  # type: ignore[union-attr,operator]
     # a head that the model rescales afterwards, or that is sharded on its own, must run inside its own forward
-    whole = isinstance(head, FSDPModule) or any(settings.get(key) is not None for key in POST_HEAD_KEYS)
+    is_own_group = isinstance(head, FSDPModule)
+    whole = is_own_group or any(settings.get(key) is not None for key in POST_HEAD_KEYS)
     found: list[tuple[Tensor, Tensor]] = []
 
     def before_head(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:

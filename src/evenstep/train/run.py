@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from evenstep.files import read_rollouts, write_rollouts
 from evenstep.rollout.agent import AgentOptions
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.collector import close_collection, generate_rollouts, slots_of, windows_of
+from evenstep.rollout.compaction import compaction_named
 from evenstep.rollout.environment import TaskSource
 from evenstep.rollout.evaluate import evaluate
 from evenstep.rollout.in_process import InProcessEngine
@@ -92,7 +93,7 @@ class _Run:
 
     def _load(self) -> None:
         config, train = self.config, self.config.train
-        dtype = torch.float64 if config.model.dtype == "float64" else torch.float32
+        dtype = torch.float32
         with distributed.rank_zero_first():  # converting packaged weights happens once
             model, self.tokenizer = load_model(config.model.path, dtype=dtype)
         self.sampler = model
@@ -104,11 +105,6 @@ class _Run:
         self.model = model
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
-        )
-        fixed = (
-            {"micro_batch_rows": config.plan.micro_batch_rows, "pad_scope": config.plan.pad_scope}
-            if config.plan.layout == "fixed"
-            else {}
         )
         self.trainer = Trainer(
             model,
@@ -122,8 +118,10 @@ class _Run:
             clip_low=train.clip_low,
             clip_high=train.clip_high,
             temperature=config.rollout.temperature,
-            **fixed,
+            micro_batch_rows=config.plan.micro_batch_rows,
+            effort=config.plan.effort,
         )
+        self.compaction = compaction_named(config.compaction.policy, **config.compaction.options)
         self.renderer = ChatRenderer(self.tokenizer)
         self.engine = InProcessEngine(
             self.sampler,
@@ -159,7 +157,8 @@ class _Run:
             self._train_collection()
             self.counters.collection += 1
             done = self.counters.collection == config.run.num_collections
-            if done or self.counters.collection % config.evaluate.every == 0:
+            every = config.evaluation.every
+            if done or (every and self.counters.collection % every == 0):
                 self._evaluate()
             if done or self.counters.collection % config.checkpoint.every == 0:
                 self._checkpoint()
@@ -183,8 +182,8 @@ class _Run:
         self._phase("score")
         started = time.perf_counter()
         first_pass = self._ship(windows)
-        if self._scores_old_logprobs:
-            first_pass = [None if w is None else w.with_old_logprobs(self.trainer.score(w)) for w in first_pass]
+        if self.config.old_logprobs == "scored":
+            first_pass = self._with_old_logprobs(windows, first_pass)
         seconds_score = time.perf_counter() - started
 
         for epoch in range(self.config.train.epochs):
@@ -204,14 +203,6 @@ class _Run:
                 self.counters.window += 1
                 self.counters.optimizer_step += bool(metrics["stepped"])
 
-    @property
-    def _scores_old_logprobs(self) -> bool:
-        """Whether old log-probs come from a scoring pass; without one the ratio is 1 by construction."""
-        train = self.config.train
-        if train.old_logprobs == "auto":
-            return train.epochs > 1 or train.windows_per_collection > 1
-        return train.old_logprobs == "scored"
-
     # --- collecting -----------------------------------------------------------------------------------------------
 
     def _collect(self) -> list[Window] | None:
@@ -229,7 +220,7 @@ class _Run:
                     tasks=self._tasks("train", self.config.run.seed),
                     engine=self.engine,
                     renderer=self.renderer,
-                    compaction=self.config.compaction.build(),
+                    compaction=self.compaction,
                     options=self.agent_options,
                     run_seed=self.config.run.seed,
                     batch_rollouts=rollout.generation_batch_rollouts,
@@ -268,20 +259,34 @@ class _Run:
         is_stored = distributed.broadcast(found is not None)
         return (found or []) if is_stored else None
 
-    def _ship(self, windows: Sequence[Window] | None) -> list[PreparedWindow | None]:
+    def _ship(self, windows: Sequence[Window] | None, *, scoring: bool = False) -> list[PreparedWindow | None]:
         """Credit and plan on rank 0, then give each rank the rows of its own cells; None for a window without rows."""
         shares: list[list[PreparedWindow | None]] | None = None
         if windows is not None:
-            prepared = [self._prepare(w) for w in windows if w.epoch == 0]
+            prepared = [self._prepare(w, scoring=scoring) for w in windows if w.epoch == 0]
             shares = [[None if p is None else p.for_rank(r) for p in prepared] for r in range(self.num_ranks)]
         return distributed.scatter(shares)
 
-    def _prepare(self, window: Window) -> PreparedWindow | None:
+    def _with_old_logprobs(
+        self, windows: Sequence[Window] | None, first_pass: Sequence[PreparedWindow | None]
+    ) -> list[PreparedWindow | None]:
+        """Score the whole collection before its first update, in the training cells or under a budget of its own."""
+        scored = first_pass if self.config.train.score_max_tokens_per_gpu is None else self._ship(windows, scoring=True)
+        logprobs = [{} if w is None else self.trainer.score(w) for w in scored]
+        if scored is not first_pass:
+            logprobs = [self.trainer.gather(values) for values in logprobs]
+        pairs = zip(first_pass, logprobs, strict=True)
+        return [None if w is None else w.with_old_logprobs(values) for w, values in pairs]
+
+    def _prepare(self, window: Window, *, scoring: bool) -> PreparedWindow | None:
         advantages = group_advantages(window.rollouts, self.config.credit.estimator)
         rows = rows_of(window.rollouts, advantages)
         if not rows:
             return None
-        prepared = self.trainer.prepare(rows, {r.rollout_id: r.group_id for r in window.rollouts if r.is_voter})
+        voters: dict[Hashable, Hashable] = {r.rollout_id: r.group_id for r in window.rollouts if r.is_voter}
+        if scoring:
+            return self.trainer.prepare(rows, voters, max_tokens_per_gpu=self.config.train.score_max_tokens_per_gpu)
+        prepared = self.trainer.prepare(rows, voters)
         path = self.folder / PLANS / f"window_{window.window:06d}.json"
         path.write_text(prepared.plan.to_json())
         for item in prepared.plan.overlong:
@@ -332,7 +337,7 @@ class _Run:
     # --- evaluation, state ----------------------------------------------------------------------------------------
 
     def _evaluate(self) -> None:
-        options = self.config.evaluate
+        options = self.config.evaluation
         if options.num_tasks == 0:
             return
         self._phase("evaluate")
@@ -343,7 +348,7 @@ class _Run:
                 tasks=self._tasks("heldout", options.seed),
                 engine=self.engine,
                 renderer=self.renderer,
-                compaction=self.config.compaction.build(),
+                compaction=self.compaction,
                 options=self.agent_options,
                 batch_rollouts=self.config.rollout.generation_batch_rollouts,
                 rank=self.rank,
@@ -358,8 +363,8 @@ class _Run:
             self.reporter.evaluation(result)
 
     def _tasks(self, split: Any, seed: int) -> TaskSource:
-        environment = self.config.environment
-        return TaskSource(name=environment.name, options=environment.build(), seed=seed, split=split)
+        config = self.config
+        return TaskSource(name=config.environment.name, options=config.environment_options, seed=seed, split=split)
 
     def _checkpoint(self) -> None:
         self._phase("checkpoint")
@@ -387,7 +392,7 @@ class _Run:
         if self.rank == 0:
             for name in (ROLLOUTS, PLANS, CHECKPOINTS):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(self.config.to_toml())
+            (self.folder / "config.toml").write_text(self.config.resolved())
             self._keep_metrics_before(self.counters.window if resume else 0)
 
     def _keep_metrics_before(self, window: int) -> None:

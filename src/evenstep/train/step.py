@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from evenstep.errors import ConfigError, EvenstepError, NumericsError, StateError
+from evenstep.errors import ConfigError, EvenstepError, NumericsError, PlanError, StateError
+from evenstep.model_files import layout_problem
 from evenstep.plan import StepPlan
 from evenstep.train import distributed
-from evenstep.train.attention import attention_for, refuse_layout
+from evenstep.train.attention import attention_for
 from evenstep.train.collate import Cell, collate
 from evenstep.train.logprobs import TokenLogprobs, cell_logprobs
 from evenstep.train.losses import LOSSES, LossFunction, TokenBatch
@@ -91,6 +93,7 @@ class Trainer:
         micro_batch_rows: rows of a micro-batch in layout ``fixed``.
         logprob_micro_batch_rows: rows of a log-prob micro-batch; with ``fixed`` fillers cover both.
         pad_scope: ``window`` or ``group``: what ``fixed`` fills up to a multiple.
+        effort: of the planner, ``default`` or ``high``.
         allow_row_splits: let normaliser ``row`` weigh rollouts with several rows.
         sync: ``last`` reduces sharded gradients once per window, ``each`` in every micro-batch (less memory).
         logprob_chunk_tokens: trained tokens whose logits exist at once.
@@ -119,6 +122,7 @@ class Trainer:
         micro_batch_rows: int = 1,
         logprob_micro_batch_rows: int = 1,
         pad_scope: str = "window",
+        effort: str = "default",
         allow_row_splits: bool = False,
         sync: str = "last",
         logprob_chunk_tokens: int = 1024,
@@ -129,7 +133,9 @@ class Trainer:
             raise ConfigError(f"sync must be 'last' or 'each', found {sync!r}")
         if not temperature > 0:
             raise ConfigError(f"temperature must be above 0, found {temperature}; a greedy policy has no gradient")
-        refuse_layout(model.config.to_dict(), layout)
+        problem = layout_problem(model.config.to_dict(), layout)
+        if problem is not None:
+            raise PlanError(f"layout {layout!r} must keep rows apart, and {problem}; use layout 'padded'")
         self.model = model
         self.optimizer = optimizer
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -141,23 +147,21 @@ class Trainer:
         else:
             distributed.agree("initial parameters", _fingerprint(model))
         self._loss_function = LOSSES[loss] if isinstance(loss, str) else loss
-        self._normalisation = {
+        self._normalisation: dict[str, Any] = {
             "normaliser": normaliser,
             "normaliser_constant": normaliser_constant,
             "allow_row_splits": allow_row_splits,
         }
-        self._plan_options: dict[str, object] = {
+        self._plan_options: dict[str, Any] = {
             "layout": layout,
             "max_tokens_per_gpu": max_tokens_per_gpu,
             "pad_to_multiple": pad_to_multiple,
             "sync": "micro_batch" if self.is_sharded else "step",
+            "micro_batch_rows": micro_batch_rows,
+            "logprob_micro_batch_rows": logprob_micro_batch_rows,
+            "pad_scope": pad_scope,
+            "effort": effort,
         }
-        if layout == "fixed":
-            self._plan_options |= {
-                "micro_batch_rows": micro_batch_rows,
-                "logprob_micro_batch_rows": logprob_micro_batch_rows,
-                "pad_scope": pad_scope,
-            }
         self._clip = (clip_low, clip_high)
         self._max_grad_norm = max_grad_norm
         self._temperature = temperature
@@ -165,10 +169,22 @@ class Trainer:
         self._chunk_tokens = logprob_chunk_tokens
         self._pending: PreparedWindow | None = None
 
-    def prepare(self, rows: Sequence[Row], voters: Mapping[Hashable, Hashable] | None = None) -> PreparedWindow:
-        """Count, weigh and plan a window without running it; no collective is entered."""
+    def prepare(
+        self,
+        rows: Sequence[Row],
+        voters: Mapping[Hashable, Hashable] | None = None,
+        *,
+        max_tokens_per_gpu: int | None = None,
+    ) -> PreparedWindow:
+        """Count, weigh and plan a window without running it; no collective is entered.
+
+        ``max_tokens_per_gpu`` replaces the Trainer's budget, for a pass without gradients that has more room.
+        """
         _, num_ranks = distributed.rank_and_size()
-        return prepare_window(rows, voters, num_ranks=num_ranks, plan_options=self._plan_options, **self._normalisation)
+        options = self._plan_options
+        if max_tokens_per_gpu is not None:
+            options = {**options, "max_tokens_per_gpu": max_tokens_per_gpu}
+        return prepare_window(rows, voters, num_ranks=num_ranks, plan_options=options, **self._normalisation)
 
     def forward_backward(
         self, rows: Sequence[Row] | PreparedWindow, voters: Mapping[Hashable, Hashable] | None = None
@@ -267,7 +283,9 @@ class Trainer:
         else:
             if self._max_grad_norm is not None and grad_norm > self._max_grad_norm:
                 scale = self._max_grad_norm / grad_norm
-                torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], scale)
+                for parameter in self.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(scale)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepOutcome(stepped=skip_reason is None, skip_reason=skip_reason, grad_norm=grad_norm)
