@@ -1,0 +1,1 @@
+"""Rollouts: engines, environments, the agent loop with compaction, and closing a collection."""

@@ -1,0 +1,197 @@
+"""The agent loop: one environment episode through an engine, as a rollout of exact calls."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from evenstep.errors import ConfigError, EvenstepError
+from evenstep.rollout.chat import ChatRenderer
+from evenstep.rollout.compaction import Compaction, Context, Turn
+from evenstep.rollout.engine import Engine, Request, RolloutKey
+from evenstep.rollout.environment import Environment, Episode, Score
+from evenstep.types import BreakReason, Call, Rollout, Sampling, Status
+
+__all__ = ["AgentOptions", "RolloutIdentity", "run_rollout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """How an agent samples, and where it stops.
+
+    Raises:
+        ConfigError: a limit below 1, or a temperature below 0.
+    """
+
+    max_context_tokens: int  # guard: prompt + reserved generation of every call stay within it
+    max_tokens_per_call: int = 4
+    temperature: float = 1.0  # 0: greedy
+    max_calls: int = 64
+    max_segments: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("max_context_tokens", "max_tokens_per_call", "max_calls", "max_segments"):
+            value: int = self.__getattribute__(name)
+            if value < 1:
+                raise ConfigError(f"rollout.{name} must be at least 1, found {value}")
+        if self.temperature < 0:
+            raise ConfigError(f"rollout.temperature must be at least 0, found {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutIdentity:
+    """Who a rollout is: its ids, its place in a generation batch, and the seed of each of its calls."""
+
+    rollout_id: str
+    group_id: str
+    prompt_id: str
+    key: RolloutKey
+    seed_of_call: Callable[[int], int]  # order of the call -> sampling seed
+
+
+class _TruncatedError(Exception):
+    """The episode cannot go on; the message is the rollout's status_reason."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Recorder:
+    """Makes calls and keeps them in order."""
+
+    engine: Engine
+    renderer: ChatRenderer
+    options: AgentOptions
+    identity: RolloutIdentity
+    calls: list[Call] = field(default_factory=list[Call])
+    num_segments: int = 1
+    break_reason: BreakReason | None = None  # of the next call
+
+    def start_segment(self) -> None:
+        if self.num_segments == self.options.max_segments:
+            raise _TruncatedError(
+                f"max_segments = {self.options.max_segments} segments are full and the episode goes on"
+            )
+        self.num_segments += 1
+        self.break_reason = "compaction"
+
+    async def call(self, prompt_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+        order = len(self.calls)
+        if order == self.options.max_calls:
+            raise _TruncatedError(f"max_calls = {self.options.max_calls} calls are made and the episode goes on")
+        sampling = Sampling(
+            temperature=self.options.temperature, max_tokens=max_tokens, seed=self.identity.seed_of_call(order)
+        )
+        request = Request(prompt_ids=prompt_ids, sampling=sampling, rollout_key=self.identity.key)
+        completion = await self.engine.generate(request)
+        self.calls.append(
+            Call(
+                order=order,
+                prompt_ids=prompt_ids,
+                output_ids=completion.output_ids,
+                logprobs=completion.logprobs,
+                parent=order - 1 if order else None,
+                weight_version=completion.weight_version,
+                sampling=sampling,
+                break_reason=self.break_reason,
+                finish_reason=completion.finish_reason,
+            )
+        )
+        self.break_reason = None
+        return completion.output_ids
+
+
+async def run_rollout(
+    *,
+    identity: RolloutIdentity,
+    environment: Environment,
+    engine: Engine,
+    renderer: ChatRenderer,
+    compaction: Compaction,
+    options: AgentOptions,
+) -> Rollout:
+    """Play one episode and return it as a rollout.
+
+    Before every call the guard compares prompt tokens + ``max_tokens_per_call`` + what compaction itself needs with
+    ``max_context_tokens``. When they do not fit, the context is compacted, a second time if once was not enough. The
+    rollout is ``truncated`` when it still does not fit, or when ``max_calls`` or ``max_segments`` is reached; it is
+    then scored as it stands. An exception inside the environment makes the rollout ``failed``, with the traceback as
+    its ``status_reason``.
+
+    Raises:
+        EvenstepError: the engine cannot serve a call, or a promise of ours is broken; that is not the policy's doing
+            and must not become a reward.
+    """
+    recorder = _Recorder(engine=engine, renderer=renderer, options=options, identity=identity)
+    status: Status = "ok"
+    status_reason: str | None = None
+    score: Score | None = None
+    try:
+        visible: tuple[int, ...] = ()
+        try:
+            visible = await _play(environment, recorder, compaction)
+        except _TruncatedError as reason:
+            status, status_reason = "truncated", str(reason)
+        episode = Episode(num_segments=recorder.num_segments, visible_observations=visible)
+        score = await environment.score(episode)
+    except EvenstepError:
+        raise
+    except Exception:  # noqa: BLE001 -- an environment is foreign code: whatever it raises costs this rollout, not the run
+        status, status_reason = "failed", traceback.format_exc()
+    info: dict[str, Any] = {} if score is None else dict(score.info)
+    return Rollout(
+        rollout_id=identity.rollout_id,
+        group_id=identity.group_id,
+        prompt_id=identity.prompt_id,
+        calls=tuple(recorder.calls),
+        reward=None if score is None else score.reward,
+        status=status,
+        status_reason=status_reason,
+        info=info | {"num_segments": recorder.num_segments},
+    )
+
+
+async def _play(environment: Environment, recorder: _Recorder, compaction: Compaction) -> tuple[int, ...]:
+    """Run the episode to its end; the indices of the observations in the last call's context."""
+    start = await environment.reset()
+    context = Context(task=start.task)
+    observation: str | None = start.observation
+    index = 0
+    while True:
+        context = await _fitting(context, observation, recorder, compaction)
+        prompt_ids = context.prompt_ids(recorder.renderer, observation)
+        output_ids = await recorder.call(prompt_ids, recorder.options.max_tokens_per_call)
+        turn = Turn(index=index, observation=observation, output_ids=output_ids)
+        context = replace(context, turns=(*context.turns, turn))
+        observation = await environment.step(recorder.renderer.text(output_ids))
+        if observation is None:
+            return tuple(turn.index for turn in context.turns)
+        index += 1
+
+
+async def _fitting(context: Context, observation: str, recorder: _Recorder, compaction: Compaction) -> Context:
+    """The context itself, or a compacted one, in which the answer to ``observation`` fits."""
+    renderer, options = recorder.renderer, recorder.options
+    num_reserved = options.max_tokens_per_call + compaction.num_reserved_tokens(renderer)
+    num_tokens = 0
+    for attempt in range(3):
+        num_tokens = len(context.prompt_ids(renderer, observation)) + num_reserved
+        if num_tokens <= options.max_context_tokens:
+            return context
+        if attempt == 2:
+            break
+        full = context
+
+        async def write_note(request: str, max_tokens: int, full: Context = full) -> str:
+            note_ids = await recorder.call(full.prompt_ids(renderer, request), max_tokens)
+            return renderer.text(note_ids)
+
+        compacted = await compaction.compact(full, attempt=attempt, write_note=write_note)
+        if compacted is None:
+            break
+        context = compacted
+        recorder.start_segment()
+    raise _TruncatedError(
+        f"the context is full: prompt and reserved generation take {num_tokens} tokens, max_context_tokens is "
+        f"{options.max_context_tokens}, and compaction {compaction.name!r} can drop nothing more"
+    )

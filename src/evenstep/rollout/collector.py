@@ -1,0 +1,264 @@
+"""Gathering the rollouts of a collection, closing it, and cutting it into windows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from evenstep.errors import CollectionError, ConfigError, EvenstepError
+from evenstep.rollout.agent import AgentOptions, RolloutIdentity, run_rollout
+from evenstep.rollout.chat import ChatRenderer
+from evenstep.rollout.compaction import Compaction
+from evenstep.rollout.engine import Barrier, BatchEngine, Engine
+from evenstep.rollout.environment import TaskSource
+from evenstep.rollout.seeds import call_seed
+from evenstep.types import Collection, Group, Rollout, Window
+
+__all__ = ["Slot", "close_collection", "generate_rollouts", "group_id_of", "rollout_id_of", "slots_of", "windows_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One rollout that a collection is going to hold.
+
+    >>> slots_of(collection=1, num_prompts=4, num_generations=2)[3]
+    Slot(index=3, collection=1, occurrence=1, generation=1, attempt=0, task_index=5)
+    """
+
+    index: int  # in the collection, from 0
+    collection: int
+    occurrence: int  # of a prompt in the collection, from 0
+    generation: int  # in the group, from 0
+    attempt: int  # how often this slot was generated before
+    task_index: int  # which task of the split
+
+
+def group_id_of(slot: Slot) -> str:
+    return f"c{slot.collection}/p{slot.occurrence}"
+
+
+def rollout_id_of(slot: Slot) -> str:
+    return f"{group_id_of(slot)}/g{slot.generation}"
+
+
+def slots_of(
+    *, collection: int, num_prompts: int, num_generations: int, num_tasks: int | None = None, attempt: int = 0
+) -> tuple[Slot, ...]:
+    """[P · G] The slots of a collection, group by group.
+
+    Prompt occurrence ``p`` of collection ``c`` is task ``c · num_prompts + p`` (modulo ``num_tasks``, where the
+    split is finite). A task that comes again is another occurrence: another group with other seeds.
+    """
+    slots: list[Slot] = []
+    for occurrence in range(num_prompts):
+        task_index = collection * num_prompts + occurrence
+        if num_tasks is not None:
+            task_index %= num_tasks
+        for generation in range(num_generations):
+            slots.append(
+                Slot(
+                    index=len(slots),
+                    collection=collection,
+                    occurrence=occurrence,
+                    generation=generation,
+                    attempt=attempt,
+                    task_index=task_index,
+                )
+            )
+    return tuple(slots)
+
+
+async def generate_rollouts(
+    slots: Sequence[Slot],
+    *,
+    tasks: TaskSource,
+    engine: Engine,
+    renderer: ChatRenderer,
+    compaction: Compaction,
+    options: AgentOptions,
+    run_seed: int,
+    batch_rollouts: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> list[Rollout]:
+    """Generate this rank's share of the slots, in slot order.
+
+    Slots are cut into generation batches of ``batch_rollouts`` by their position in ``slots``; rank r takes batches
+    r, r + W, r + 2W, …. A batch's membership and the shape of each of its forwards therefore do not depend on the
+    number of ranks, and neither do the tokens.
+
+    Raises:
+        ConfigError: ``batch_rollouts`` below 1, or the agent's context is larger than the engine's.
+        EngineError: a call cannot be served.
+    """
+    if batch_rollouts < 1:
+        raise ConfigError(f"rollout.batch_rollouts must be at least 1, found {batch_rollouts}")
+    if options.max_context_tokens > engine.max_context_tokens:
+        raise ConfigError(
+            f"rollout.max_context_tokens = {options.max_context_tokens} is more than the engine's "
+            f"{engine.max_context_tokens}; lower it, or use a model with a longer context"
+        )
+    rollouts: list[Rollout] = []
+    for start in range(rank * batch_rollouts, len(slots), num_ranks * batch_rollouts):
+        batch = slots[start : start + batch_rollouts]
+        barrier = Barrier(engine, [(slot.index,) for slot in batch]) if isinstance(engine, BatchEngine) else None
+
+        async def run(slot: Slot, barrier: Barrier | None = barrier) -> Rollout:
+            identity = _identity(slot, tasks=tasks, run_seed=run_seed)
+            try:
+                return await run_rollout(
+                    identity=identity,
+                    environment=tasks.environment(slot.task_index),
+                    engine=barrier or engine,
+                    renderer=renderer,
+                    compaction=compaction,
+                    options=options,
+                )
+            finally:
+                if barrier is not None:
+                    barrier.leave(identity.key)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(run(slot)) for slot in batch]
+        except* EvenstepError as errors:
+            raise errors.exceptions[0] from None
+        rollouts += [task.result() for task in running]
+    return rollouts
+
+
+def _identity(slot: Slot, *, tasks: TaskSource, run_seed: int) -> RolloutIdentity:
+    def seed_of_call(order: int) -> int:
+        return call_seed(
+            run=run_seed,
+            collection=slot.collection,
+            occurrence=slot.occurrence,
+            generation=slot.generation,
+            attempt=slot.attempt,
+            call=order,
+        )
+
+    return RolloutIdentity(
+        rollout_id=rollout_id_of(slot),
+        group_id=group_id_of(slot),
+        prompt_id=tasks.prompt_id(slot.task_index),
+        key=(slot.index,),
+        seed_of_call=seed_of_call,
+    )
+
+
+def close_collection(
+    rollouts: Sequence[Rollout],
+    *,
+    collection: int,
+    num_prompts: int,
+    num_generations: int,
+    weight_version: int | None = None,
+) -> Collection:
+    """Close a collection with exactly ``num_prompts × num_generations`` rollouts, however many calls they have.
+
+    Groups are in order of their occurrence, rollouts in order of their generation, whatever the order given. A failed
+    rollout keeps its slot, without calls and without a reward.
+
+    Args:
+        weight_version: the weights that every call must come from; None does not check.
+
+    Raises:
+        CollectionError: a rollout too many or too few, twice, of another collection, or of stale weights, with
+            its id.
+    """
+    expected = slots_of(collection=collection, num_prompts=num_prompts, num_generations=num_generations)
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    promise = (
+        f"collection {collection} closes with exactly {num_prompts} × {num_generations} = {len(expected)} rollouts"
+    )
+    _refuse(
+        f"{promise}, each once; found some more than once",
+        [name for name, count in Counter(rollout.rollout_id for rollout in rollouts).items() if count > 1],
+        "keep one rollout per slot",
+    )
+    ids = [rollout_id_of(slot) for slot in expected]
+    _refuse(
+        f"{promise}; {len(rollouts)} were given, and these slots have none",
+        [name for name in ids if name not in by_id],
+        "generate them, or give every slot a rollout (one with status 'failed' counts)",
+    )
+    _refuse(
+        f"{promise}; {len(rollouts)} were given, and these are not of its slots",
+        sorted(set(by_id) - set(ids)),
+        "leave them for the collection that they belong to",
+    )
+    _refuse(
+        f"a rollout's group_id must be the one of its slot in collection {collection}; it is another in",
+        [rollout_id_of(slot) for slot in expected if by_id[rollout_id_of(slot)].group_id != group_id_of(slot)],
+        "build ids with group_id_of and rollout_id_of",
+    )
+    if weight_version is not None:
+        found = {name: sorted({call.weight_version for call in by_id[name].calls}) for name in ids}
+        _refuse(
+            f"every call of collection {collection} must come from weight version {weight_version}; others are in",
+            [f"{name} (versions {versions})" for name, versions in found.items() if set(versions) - {weight_version}],
+            "generate them again with the present weights",
+        )
+    groups: list[Group] = []
+    for start in range(0, len(expected), num_generations):
+        members = tuple(_closed(by_id[rollout_id_of(slot)]) for slot in expected[start : start + num_generations])
+        prompts = sorted({member.prompt_id for member in members})
+        if len(prompts) > 1:
+            raise CollectionError(
+                f"the rollouts of group {members[0].group_id} must answer one prompt, found {', '.join(prompts)}; "
+                f"a group is one occurrence of one prompt"
+            )
+        groups.append(Group(group_id=members[0].group_id, prompt_id=prompts[0], rollouts=members))
+    return Collection(collection=collection, groups=tuple(groups))
+
+
+def _closed(rollout: Rollout) -> Rollout:
+    return replace(rollout, calls=(), reward=None) if rollout.status == "failed" else rollout
+
+
+def _refuse(what: str, ids: Sequence[str], fix: str) -> None:
+    if ids:
+        shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+        raise CollectionError(f"{what}: {shown}; {fix}")
+
+
+def windows_of(
+    collection: Collection, *, rollouts_per_window: int, epochs: int = 1, first_window: int = 0
+) -> tuple[Window, ...]:
+    """The windows of a collection: ``rollouts_per_window`` rollouts each, whole groups, every epoch a pass over all.
+
+    The number of windows follows from rollouts alone, never from their rows: P · G / rollouts_per_window per epoch.
+
+    Raises:
+        CollectionError: the rollouts do not divide into such windows, or a window would cut a group.
+    """
+    num_rollouts = len(collection.rollouts)
+    sizes = sorted({len(group.rollouts) for group in collection.groups})
+    if (
+        len(sizes) != 1
+        or rollouts_per_window < 1
+        or rollouts_per_window % sizes[0]
+        or num_rollouts % rollouts_per_window
+    ):
+        raise CollectionError(
+            f"a window holds whole groups, and a collection whole windows; found rollouts_per_window = "
+            f"{rollouts_per_window} for collection {collection.collection} of {num_rollouts} rollouts in groups of "
+            f"{', '.join(map(str, sizes)) or 'none'}; choose a multiple of the group that divides {num_rollouts}"
+        )
+    if epochs < 1:
+        raise CollectionError(f"epochs must be at least 1, found {epochs}")
+    groups_per_window = rollouts_per_window // sizes[0]
+    starts = range(0, len(collection.groups), groups_per_window)
+    return tuple(
+        Window(
+            window=first_window + epoch * len(starts) + index,
+            collection=collection.collection,
+            epoch=epoch,
+            groups=collection.groups[start : start + groups_per_window],
+        )
+        for epoch in range(epochs)
+        for index, start in enumerate(starts)
+    )

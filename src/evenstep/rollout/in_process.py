@@ -1,0 +1,217 @@
+"""An engine in this process: batched sampling with a KV cache from a transformers causal LM.
+
+Shape letters: B rows in the batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from evenstep.errors import EngineError
+from evenstep.rollout.engine import Completion, FinishReason, Request
+
+__all__ = ["InProcessEngine"]
+
+
+class InProcessEngine:
+    """Samples from a causal LM whose weights this process also trains.
+
+    Every output token ``t`` of a request is drawn by inverse CDF: with u_t the t-th number of a counter-based
+    generator keyed by the request's seed, it is the first token whose cumulative probability (float64, after
+    temperature) exceeds u_t. So a request's tokens depend on its seed and on the other rows of its batch only through
+    rounding, and not at all on workers. ``logprobs`` are those of the distribution sampled from; with temperature 0
+    (greedy) those at temperature 1.
+
+    Args:
+        model: a transformers causal LM; it is put in ``eval()`` while generating and then back.
+        eos_token_ids: ids that end an output (they are part of it).
+        max_context_tokens: most tokens of a prompt and its output together; an output that would go beyond is cut
+            there with ``finish_reason="length"``.
+        weight_version: stamped on every completion; whoever changes the weights sets the attribute.
+
+    Raises:
+        EngineError: no eos id, or ``max_context_tokens`` below 2.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: Collection[int],
+        max_context_tokens: int,
+        weight_version: int = 0,
+    ) -> None:
+        if not eos_token_ids:
+            raise EngineError(
+                "an engine needs at least one id that ends an output, found none; give eos_token_ids (the tokenizer's "
+                "eos id and the id that its chat template puts at the end of a turn)"
+            )
+        if max_context_tokens < 2:
+            raise EngineError(
+                f"max_context_tokens must be at least 2 (a prompt and an output), found {max_context_tokens}"
+            )
+        self._model = model
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_context_tokens = max_context_tokens
+        self.weight_version = weight_version
+        # transformers renamed this argument (past_key_values, later cache); models of both kinds exist.
+        names = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self._max_context_tokens
+
+    async def generate(self, request: Request) -> Completion:
+        """Serve one request as a batch of one row."""
+        return self.generate_batch([request])[0]
+
+    def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
+        """Serve requests together; completions come back in the order of the requests.
+
+        Raises:
+            EngineError: an empty or over-long prompt, or sampling settings whose log-probs would not be the
+                trainer's (top-p, top-k).
+        """
+        if not requests:
+            return []
+        max_new_tokens = [self._max_new_tokens(index, request) for index, request in enumerate(requests)]
+        with torch.no_grad(), _evaluation_mode(self._model):
+            return self._generate(requests, max_new_tokens)
+
+    def _max_new_tokens(self, index: int, request: Request) -> int:
+        num_prompt_tokens = len(request.prompt_ids)
+        sampling = request.sampling
+        where = f"request {index} (rollout key {request.rollout_key})"
+        if num_prompt_tokens == 0:
+            raise EngineError(f"{where}: a prompt needs at least one token, found none; give the model some context")
+        if num_prompt_tokens >= self._max_context_tokens:
+            raise EngineError(
+                f"{where}: prompt and output must fit {self._max_context_tokens} tokens, found a prompt of "
+                f"{num_prompt_tokens}; compact the context earlier, or raise max_context_tokens"
+            )
+        if sampling.top_p < 1.0 or sampling.top_k != 0 or sampling.temperature < 0.0:
+            raise EngineError(
+                f"{where}: this engine samples from the whole distribution, found temperature {sampling.temperature}, "
+                f"top_p {sampling.top_p}, top_k {sampling.top_k}; use temperature ≥ 0, top_p 1 and top_k 0"
+            )
+        room = self._max_context_tokens - num_prompt_tokens
+        if sampling.max_tokens is None:
+            return room
+        if sampling.max_tokens < 1:
+            raise EngineError(f"{where}: max_tokens must be at least 1, found {sampling.max_tokens}")
+        return min(sampling.max_tokens, room)
+
+    def _generate(self, requests: Sequence[Request], max_new_tokens: list[int]) -> list[Completion]:
+        device = self._model.device
+        num_rows = len(requests)
+        output_ids: list[list[int]] = [[] for _ in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        reasons: list[FinishReason] = ["length"] * num_rows
+        uniforms = _uniforms(requests, max_new_tokens)
+        temperatures_B = torch.tensor([request.sampling.temperature for request in requests], dtype=torch.float64)
+        temperatures_B = temperatures_B.to(device)
+
+        rows = list(range(num_rows))  # the request behind each row still in the batch
+        is_done = [False] * num_rows
+        ids_BT, mask_BT, positions_BT = _left_padded([request.prompt_ids for request in requests], device)
+        cache = DynamicCache(config=self._model.config)
+        for step in range(max(max_new_tokens)):
+            logits_BV = self._forward(ids_BT, mask_BT, positions_BT, cache)
+            u_B = torch.tensor([uniforms[row][min(step, max_new_tokens[row] - 1)] for row in rows], dtype=torch.float64)
+            tokens_B, logprobs_B = _sample(logits_BV, temperatures_B[rows], u_B.to(device))
+            for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+                if is_done[row]:
+                    continue
+                output_ids[row].append(token)
+                logprobs[row].append(logprob)
+                if token in self._eos_token_ids:
+                    reasons[row] = "stop"
+                is_done[row] = reasons[row] == "stop" or len(output_ids[row]) == max_new_tokens[row]
+            live = [index for index, row in enumerate(rows) if not is_done[row]]
+            if not live:
+                break
+            positions_BT = positions_BT[:, -1:] + 1
+            ids_BT = tokens_B[:, None]
+            if 2 * len(live) <= len(rows):  # finished rows are carried until half are: selecting copies the cache
+                index = torch.tensor(live, device=device)
+                cache.batch_select_indices(index)
+                ids_BT, mask_BT, positions_BT = ids_BT[index], mask_BT[index], positions_BT[index]
+                rows = [rows[i] for i in live]
+            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(rows), 1)], dim=1)
+        return [
+            Completion(
+                output_ids=tuple(output_ids[row]),
+                logprobs=tuple(logprobs[row]),
+                finish_reason=reasons[row],
+                weight_version=self.weight_version,
+            )
+            for row in range(num_rows)
+        ]
+
+    def _forward(
+        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, positions_BT: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
+        output = self._model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, **arguments)
+        return output.logits[:, -1]
+
+
+@contextmanager
+def _evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Dropout off while generating; the trainer's mode is put back."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _uniforms(requests: Sequence[Request], max_new_tokens: Sequence[int]) -> list[np.ndarray]:
+    """One number in [0, 1) per possible output token of each request; a request without a seed draws a fresh one."""
+    return [
+        np.random.Generator(np.random.Philox(key=request.sampling.seed)).random(count)
+        if request.sampling.temperature > 0
+        else np.zeros(count)
+        for request, count in zip(requests, max_new_tokens, strict=True)
+    ]
+
+
+def _left_padded(
+    prompts: Sequence[tuple[int, ...]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[B, T] ids, attention mask and positions; padding is on the left so that every row's next token is in one column.
+
+    What stands in the padding does not matter (the mask hides it), so it is id 0.
+    """
+    width = max(len(prompt) for prompt in prompts)
+    ids_BT = np.zeros((len(prompts), width), dtype=np.int64)
+    mask_BT = np.zeros((len(prompts), width), dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        ids_BT[row, width - len(prompt) :] = prompt
+        mask_BT[row, width - len(prompt) :] = 1
+    positions_BT = np.maximum(mask_BT.cumsum(axis=1) - 1, 0)
+    ids, mask, positions = (torch.from_numpy(array).to(device) for array in (ids_BT, mask_BT, positions_BT))
+    return ids, mask, positions
+
+
+def _sample(
+    logits_BV: torch.Tensor, temperatures_B: torch.Tensor, u_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B] tokens and [B] log-probs, in float64; rows with temperature 0 take the largest logit."""
+    is_greedy_B = temperatures_B == 0
+    scaled_BV = logits_BV.double() / torch.where(is_greedy_B, 1.0, temperatures_B)[:, None]
+    logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
+    cumulative_BV = logprobs_BV.exp().cumsum(dim=-1)
+    # Scaled by the row's own total, so that rounding never leaves a gap above the last token.
+    drawn_B = torch.searchsorted(cumulative_BV, u_B[:, None] * cumulative_BV[:, -1:], right=True)[:, 0]
+    tokens_B = torch.where(is_greedy_B, logits_BV.argmax(dim=-1), drawn_B.clamp(max=logits_BV.shape[-1] - 1))
+    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
