@@ -41,7 +41,7 @@ def token_weights(
     rows: Sequence[Row],
     voters: Mapping[Hashable, Hashable] | None,
     normaliser: str,
-    constant: float | None = None,
+    normaliser_constant: float | None = None,
 ) -> dict[Hashable, list[float]]:
     """Row id -> [T] the weight of each token, 0.0 where it is not trained."""
     if voters is None:
@@ -73,8 +73,8 @@ def token_weights(
             elif normaliser == "prompt":
                 divisor = Fraction(num_groups * num_trained["group", row.group_id])
             elif normaliser == "constant":
-                assert constant is not None
-                divisor = num_voters * Fraction(constant)
+                assert normaliser_constant is not None
+                divisor = num_voters * Fraction(normaliser_constant)
             else:
                 assert normaliser == "row"
                 divisor = Fraction(num_trained_rows * num_trained["row", row.row_id])
@@ -88,12 +88,12 @@ def oracle_step(
     *,
     voters: Mapping[Hashable, Hashable] | None = None,
     normaliser: str = "token",
-    constant: float | None = None,
+    normaliser_constant: float | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> OracleStep:
     """PPO-clip loss, full gradient, log-probs and metrics of the window; leaves the model's ``.grad`` as None."""
-    weights = token_weights(rows, voters, normaliser, constant)
+    weights = token_weights(rows, voters, normaliser, normaliser_constant)
     model.zero_grad(set_to_none=True)
     loss, entropy_sum, num_clipped, num_tokens, max_deviation = 0.0, 0.0, 0, 0, 0.0
     logprobs: dict[Hashable, Tensor] = {}

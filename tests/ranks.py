@@ -32,6 +32,8 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 
 PRELOADED = (
+    "evenstep.train",
+    "pytest",
     "torch",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",

@@ -41,7 +41,7 @@ class StepCase:
         """The reference for the first window; ``dtype`` float64 gives the exact one of a float32 case."""
         arguments = {"dtype": torch.float64, "attention": "eager"} | dict(self.model)
         arguments |= {} if dtype is None else {"dtype": dtype}
-        names = ("normaliser", "constant", "clip_low", "clip_high")
+        names = ("normaliser", "normaliser_constant", "clip_low", "clip_high")
         settings = {name: self.trainer[name] for name in names if name in self.trainer}
         with true_float64() if arguments["dtype"] == torch.float64 else contextlib.nullcontext():
             return oracle_step(tiny_model(**arguments), self.rows, voters=self.voters, **settings)

@@ -76,6 +76,8 @@ WINDOWS: dict[str, Callable[[Sequence[Row], Any], list[Row]]] = {
 def build_case(point: Mapping[str, Any], seed: int = 0) -> StepCase:
     """The case of one point of the product."""
     model = {"family": point["family"], "dtype": point.get("dtype", torch.float64), "seed": seed}
+    if model["dtype"] == torch.float32:
+        model["scale"] = 0.15
     rows = make_rows(seed=seed, has_uneven_advantages=point["advantage"] == "token")
     with true_float64():
         rows = WINDOWS[point["window"]](rows, tiny_model(**(model | {"dtype": torch.float64})))
