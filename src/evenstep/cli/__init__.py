@@ -1,0 +1,40 @@
+"""The command line; a file per command, and nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from evenstep import __version__
+from evenstep.cli.train import train
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning on rollouts of any shape, with the exact optimizer step of one huge batch.",
+)
+app.command()(train)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"evenstep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def evenstep(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command that ``sys.argv`` names."""
+    app(prog_name="evenstep")

@@ -1,0 +1,28 @@
+"""How an error reaches the user: a short message, and the traceback only when asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from evenstep.errors import EvenstepError
+
+__all__ = ["USER_ERROR", "short_errors"]
+
+USER_ERROR = 2  # exit code of an error that evenstep raised on purpose
+
+
+@contextmanager
+def short_errors(*, debug: bool) -> Iterator[None]:
+    """Print an ``EvenstepError`` as one red message and exit with code 2; with ``debug`` let it through."""
+    try:
+        yield
+    except EvenstepError as error:
+        if debug:
+            raise
+        rank = os.environ.get("RANK", "0")
+        typer.secho(f"{'error' if rank == '0' else f'error on rank {rank}'}: {error}", fg=typer.colors.RED, err=True)
+        raise typer.Exit(USER_ERROR) from None

@@ -1,0 +1,127 @@
+"""What a run has reported so far, and the sentences that can be made of it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evenstep.report.columns import duration, number
+
+__all__ = ["History"]
+
+# keys of an evaluation that are shown at the end, in this order, when the evaluation has them
+HELDOUT = {
+    "eval_reward_mean": "all tasks",
+    "eval_reward_mean_long": "tasks of 3 or more segments",
+}
+FLOORS = {
+    "eval_reward_mean": "eval_most_common_answer_score",
+    "eval_reward_mean_long": "eval_most_common_answer_score_long",
+}
+PLACES = (
+    ("config.toml", "the resolved configuration"),
+    ("metrics.jsonl", "a line per window and evaluation"),
+    ("rollouts", "every rollout, token by token"),
+    ("plans", "the plan of every step"),
+    ("checkpoints", "to resume"),
+    ("model", "the policy, a Hugging Face folder"),
+)
+
+
+class History:
+    """Collects what a run reports.
+
+    Args:
+        clock: seconds, for the time that is left.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+        self.num_windows = 0  # of the whole run
+        self.first_window = 0  # of this session
+        self.windows: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self.num_windows, self.first_window = info["num_windows"], info["first_window"]
+        self._started = self._clock()
+
+    def add_window(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """The metrics with the newest held-out score and the time left."""
+        num_done = len(self.windows) + 1
+        per_window = (self._clock() - self._started) / num_done
+        row = {
+            **metrics,
+            "heldout": self.evaluations[-1]["eval_reward_mean"] if self.evaluations else None,
+            "eta_s": per_window * (self.num_windows - self.first_window - num_done),
+        }
+        self.windows.append(row)
+        return row
+
+    def opening(self, info: Mapping[str, Any]) -> str:
+        goes_on = f", going on after window {info['first_window']}" if info["first_window"] else ""
+        ranks = f"{info['num_ranks']} rank{'s' if info['num_ranks'] > 1 else ''}"
+        return (
+            f"evenstep: {number(info['num_parameters'])} parameters on {ranks}, {info['num_windows']} windows"
+            f"{goes_on}, in {info['folder']}"
+        )
+
+    def evaluation_line(self, result: Mapping[str, Any]) -> str:
+        scores = ", ".join(f"{text} {result[key]:.3f}" for key, text in HELDOUT.items() if result.get(key) is not None)
+        return f"held-out reward after {result['window']} windows: {scores}"
+
+    def summary(self, folder: str) -> Iterator[str]:
+        """The last words: what was learned, what a step looked like, where things are."""
+        yield from self._learned()
+        yield from self._step()
+        yield "Where things are"
+        for name, meaning in PLACES:
+            if (Path(folder) / name).exists():
+                yield f"  {Path(folder) / name}: {meaning}"
+        yield f"Took {duration(self._clock() - self._started)}."
+
+    def _learned(self) -> Iterator[str]:
+        if not self.evaluations:
+            return
+        first, last = self.evaluations[0], self.evaluations[-1]
+        yield "What was learned (held-out reward, before -> after)"
+        for key, text in HELDOUT.items():
+            before, after = first.get(key), last.get(key)
+            if before is None or after is None:
+                continue
+            floor = last.get(FLOORS[key])
+            floor_text = "" if floor is None else f", always the most common answer: {floor:.3f}"
+            yield f"  {text}: {before:.3f} -> {after:.3f} ({after - before:+.3f}{floor_text})"
+
+    def _step(self) -> Iterator[str]:
+        if not self.windows:
+            return
+        num_steps = sum(window["stepped"] for window in self.windows)
+        counts = f"{len(self.windows)} windows, {num_steps} optimizer steps"
+        yield f"What a step looked like ({counts}; median, least to most)"
+        for name, text, digits in (
+            ("num_rollouts", "rollouts", 0),
+            ("num_rows", "rows", 0),
+            ("segments_per_rollout_mean", "segments per rollout, mean", 2),
+            ("segments_per_rollout_max", "segments per rollout, most", 0),
+            ("num_fillers", "fillers", 0),
+            ("num_microbatches", "micro-batches per rank (K)", 0),
+            ("padding_efficiency", "padding efficiency", 3),
+            ("lockstep_efficiency", "lockstep efficiency", 3),
+            ("tokens_per_second", "tokens per second", 0),
+            ("seconds_generate", "seconds to generate", 2),
+            ("seconds_score", "seconds to score", 2),
+            ("seconds_train", "seconds to train", 2),
+        ):
+            values = [window[name] for window in self.windows if window[name] is not None]
+            if values:
+                yield f"  {text}: {_spread(values, digits)}"
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    median, least, most = (f"{value:,.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    return median if least == most else f"{median} ({least} to {most})"
