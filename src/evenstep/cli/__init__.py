@@ -15,6 +15,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: rich's takes as long to import as everything else together
     help="Reinforcement learning on rollouts of any shape, with the exact optimizer step of one huge batch.",
 )
 app.command()(train)
