@@ -78,14 +78,13 @@ def _train_here(config: Config, ranks: int | None, resume: bool, debug: bool) ->
 
     preflight(config, ranks=ranks, resume=resume)
 
-    from evenstep.cli.launch import default_ranks, launch
+    from evenstep.cli.ranks import run_alone, start_ranks
+    from evenstep.train.launch import default_ranks
 
     num_ranks = default_ranks() if ranks is None else ranks
     if num_ranks == 1 and config.train.sharding == "replicated":
-        from evenstep.cli.ranks import run_alone
-
         code = run_alone(config, resume=resume)
     else:
-        code = launch(config, num_ranks=num_ranks, resume=resume, debug=debug)
+        code = start_ranks(config, num_ranks=num_ranks, resume=resume, debug=debug)
     if code:
         raise typer.Exit(code)
