@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ def type_text(annotation: Any) -> str:
         return " \\| ".join(f'`"{choice}"`' for choice in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
         return f"array of {len(typing.get_args(annotation))} numbers"
+    if typing.get_origin(annotation) is Mapping:
+        return "table"
     names = {int: "integer", float: "number", str: "text", bool: "true or false"}
     present = [part for part in typing.get_args(annotation) or (annotation,) if part is not type(None)]
     return " or ".join(names[part] for part in present)
@@ -74,7 +76,9 @@ def option_lines(section: str, name: str, options_type: type[Any]) -> Iterator[s
         yield "| key | type | default |"
         yield "|---|---|---|"
         for field in fields:
-            yield f"| `{field.name}` | {type_text(hints[field.name])} | {value_text(field.default)} |"
+            has_factory = field.default_factory is not dataclasses.MISSING
+            default = "empty" if has_factory else value_text(field.default)
+            yield f"| `{field.name}` | {type_text(hints[field.name])} | {default} |"
         yield ""
 
 
