@@ -1,7 +1,7 @@
 """Token weights: every mean of the step is taken here, over the whole window, before anything is planned.
 
-The step's loss is ``L = Σ weight · ℓ`` over all trained tokens of all rows; later code only ever sums. With N the trained
-tokens of the window, M_o those of rollout o over all its rows, V the voters and P the groups with a voter:
+The step's loss is ``L = Σ weight · ℓ`` over all trained tokens of all rows; later code only ever sums. With N the
+trained tokens of the window, M_o those of rollout o over all its rows, V the voters and P the groups with a voter:
 
 ============  ======================================  ===========================================
 normaliser    weight of a trained token               survives splitting a rollout into rows

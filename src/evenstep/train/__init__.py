@@ -2,6 +2,7 @@
 
 from evenstep.train.distributed import shard
 from evenstep.train.losses import LOSSES, TokenBatch
+from evenstep.train.options import StepOptions
 from evenstep.train.step import StepOutcome, StepResult, Trainer
 
-__all__ = ["LOSSES", "StepOutcome", "StepResult", "TokenBatch", "Trainer", "shard"]
+__all__ = ["LOSSES", "StepOptions", "StepOutcome", "StepResult", "TokenBatch", "Trainer", "shard"]

@@ -29,11 +29,18 @@ class TokenLogprobs:
     """What a forward pass says about the trained tokens of a cell."""
 
     logprobs_N: Tensor  # of the sampled id, at the given temperature
-    entropies_N: Tensor  # nats, no gradient
+    entropies_N: Tensor  # nats; with gradient only where it was asked for
     anchor: Tensor  # scalar 0 that ties the model's output to the graph: add it to the loss
 
 
-def cell_logprobs(model: nn.Module, cell: Cell, *, temperature: float = 1.0, chunk_tokens: int = 1024) -> TokenLogprobs:
+def cell_logprobs(
+    model: nn.Module,
+    cell: Cell,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+    entropy_gradient: bool = False,
+) -> TokenLogprobs:
     """Run the model on a cell and return log-probs and entropies of its trained tokens.
 
     ``logprob = (z / temperature)[id] - logsumexp(z / temperature)``, upcast to at least float32 chunk by chunk.
@@ -43,12 +50,13 @@ def cell_logprobs(model: nn.Module, cell: Cell, *, temperature: float = 1.0, chu
         cell: the micro-batch.
         temperature: that of sampling.
         chunk_tokens: trained tokens whose logits exist at once.
+        entropy_gradient: whether entropies carry a gradient.
     """
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
-    settings = model.config.to_dict()  # type: ignore[union-attr,operator]
+    config = model.config.to_dict()  # type: ignore[union-attr,operator]
     # a head that the model rescales afterwards, or that is sharded on its own, must run inside its own forward
     is_own_group = isinstance(head, FSDPModule)
-    whole = is_own_group or any(settings.get(key) is not None for key in POST_HEAD_KEYS)
+    whole = is_own_group or any(config.get(key) is not None for key in POST_HEAD_KEYS)
     found: list[tuple[Tensor, Tensor]] = []
 
     def before_head(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -57,7 +65,8 @@ def cell_logprobs(model: nn.Module, cell: Cell, *, temperature: float = 1.0, chu
         if whole:
             return (chosen_NH,)
         # head.forward and not head(): the call would come back to this hook
-        found.append(chunked_logprobs(head.forward, chosen_NH, cell.targets_N, temperature, chunk_tokens))
+        settings = (temperature, chunk_tokens, entropy_gradient)
+        found.append(chunked_logprobs(head.forward, chosen_NH, cell.targets_N, *settings))
         return (hidden[:, :0],)
 
     inputs: dict[str, object] = {"input_ids": cell.input_ids_BT, "use_cache": False}
@@ -69,18 +78,23 @@ def cell_logprobs(model: nn.Module, cell: Cell, *, temperature: float = 1.0, chu
     finally:
         handle.remove()
     if whole:
-        found.append(score_logits(logits, cell.targets_N, temperature))
+        found.append(score_logits(logits, cell.targets_N, temperature, entropy_gradient))
     logprobs_N, entropies_N = found[0]
     return TokenLogprobs(logprobs_N=logprobs_N, entropies_N=entropies_N, anchor=logits[:, :0].sum())
 
 
 def chunked_logprobs(
-    head: Callable[[Tensor], Tensor], hidden_NH: Tensor, targets_N: Tensor, temperature: float, chunk_tokens: int
+    head: Callable[[Tensor], Tensor],
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs [N], entropies [N]) with the logits of at most ``chunk_tokens`` tokens alive at once."""
 
     def one(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return score_logits(head(hidden), targets, temperature)
+        return score_logits(head(hidden), targets, temperature, entropy_gradient)
 
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
@@ -96,8 +110,10 @@ def chunked_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def score_logits(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-prob of the target [N], entropy in nats [N], without gradient) of tempered logits.
+def score_logits(
+    logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(log-prob of the target [N], entropy in nats [N]) of tempered logits.
 
     >>> logp, entropy = score_logits(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 0.5)
     >>> round(logp.item(), 6)
@@ -108,7 +124,7 @@ def score_logits(logits_NV: Tensor, targets_N: Tensor, temperature: float) -> tu
         logits_NV = logits_NV / temperature
     lse_N = torch.logsumexp(logits_NV, dim=-1)
     logprobs_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1) - lse_N
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         probs_NV = torch.exp(logits_NV - lse_N[:, None])
         # a logit of -inf has probability 0 and adds nothing
         entropies_N = lse_N - torch.where(probs_NV > 0, probs_NV * logits_NV, 0.0).sum(-1)

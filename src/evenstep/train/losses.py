@@ -1,4 +1,7 @@
-"""Losses as pure functions of per-token tensors. Anything with the signature of ``ppo_clip`` can be used."""
+"""Losses as pure functions of per-token tensors. Anything with the signature of ``ppo_clip`` can be used.
+
+A loss returns one number per trained token; weighting and summing are the caller's, so a loss never sees a denominator.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LOSSES", "LossFunction", "TokenBatch", "ppo_clip"]
+__all__ = ["LOSSES", "LossFunction", "TokenBatch", "cispo", "gspo", "kl_estimate", "ppo_clip"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,34 +21,85 @@ class TokenBatch:
     logprobs_N: Tensor  # with gradient
     old_logprobs_N: Tensor  # the policy the ratio is taken against, no gradient
     advantages_N: Tensor
-    ref_logprobs_N: Tensor | None
-    engine_logprobs_N: Tensor | None
-    clip_low: float  # the ratio's lower clip is 1 - clip_low
-    clip_high: float  # its upper clip is 1 + clip_high
+    sequence_log_ratio_N: Tensor | None = None  # gspo: mean log-ratio of the token's rollout or segment, no gradient
+    clip_low: float = 0.2  # the ratio's lower clip is 1 - clip_low
+    clip_high: float = 0.2  # its upper clip is 1 + clip_high
+    dual_clip: float | None = None
 
 
-# -> (loss of each token [N], metrics of each token: name -> [N]); the caller weights and sums
+# -> (loss of each token [N], metrics of each token: name -> [N])
 LossFunction = Callable[[TokenBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 def ppo_clip(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(ρ·A, clip(ρ, 1 - low, 1 + high)·A) with ρ = exp(logprob - old_logprob) (Schulman et al. 2017).
 
-    ``clip_fraction`` counts the tokens whose gradient the clip removed.
+    With ``dual_clip`` c the loss of a token with A < 0 is at most -c·A (Ye et al. 2020). ``clip_fraction`` counts the
+    tokens whose gradient a clip removed.
 
-    >>> batch = TokenBatch(logprobs_N=torch.tensor([0.0, 0.5]), old_logprobs_N=torch.zeros(2),
-    ...     advantages_N=torch.tensor([2.0, 1.0]), ref_logprobs_N=None, engine_logprobs_N=None,
-    ...     clip_low=0.2, clip_high=0.2)
+    >>> batch = TokenBatch(logprobs_N=torch.tensor([0.0, 0.5, 3.0]), old_logprobs_N=torch.zeros(3),
+    ...                    advantages_N=torch.tensor([2.0, 1.0, -1.0]), dual_clip=3.0)
     >>> loss, metrics = ppo_clip(batch)
     >>> [round(x, 4) for x in loss.tolist()], metrics["clip_fraction"].tolist()
-    ([-2.0, -1.2], [0.0, 1.0])
+    ([-2.0, -1.2, 3.0], [0.0, 1.0, 1.0])
     """
-    ratio_N = torch.exp(batch.logprobs_N - batch.old_logprobs_N)
+    return _clipped(torch.exp(batch.logprobs_N - batch.old_logprobs_N), batch)
+
+
+def gspo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO clip on the length-normalised ratio of a whole sequence, s = exp(Σ log-ratio / M) (Zheng et al. 2025).
+
+    Every token of the sequence has the value s, and the gradient goes through its own log-prob: s·exp(lp - sg(lp)).
+
+    >>> lp = torch.tensor([0.1, 0.3], requires_grad=True)
+    >>> batch = TokenBatch(logprobs_N=lp, old_logprobs_N=torch.zeros(2), advantages_N=torch.ones(2),
+    ...                    sequence_log_ratio_N=torch.full((2,), 0.2), clip_high=1.0)
+    >>> loss, _ = gspo(batch)
+    >>> loss.sum().backward(); [round(x, 4) for x in lp.grad.tolist()]
+    [-1.2214, -1.2214]
+    """
+    assert batch.sequence_log_ratio_N is not None
+    own_N = torch.exp(batch.logprobs_N - batch.logprobs_N.detach())
+    return _clipped(torch.exp(batch.sequence_log_ratio_N) * own_N, batch)
+
+
+def cispo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg(clip(ρ, 1 - low, 1 + high))·A·logprob: clipped weights, no token loses its gradient (MiniMax 2025).
+
+    >>> lp = torch.tensor([0.5], requires_grad=True)
+    >>> loss, _ = cispo(TokenBatch(logprobs_N=lp, old_logprobs_N=torch.zeros(1), advantages_N=torch.tensor([2.0])))
+    >>> loss.sum().backward(); round(lp.grad.item(), 4)
+    -2.4
+    """
+    ratio_N = torch.exp(batch.logprobs_N - batch.old_logprobs_N).detach()
     clipped_N = ratio_N.clamp(1.0 - batch.clip_low, 1.0 + batch.clip_high)
-    unclipped_gain_N = ratio_N * batch.advantages_N
-    clipped_gain_N = clipped_N * batch.advantages_N
-    is_clipped_N = clipped_gain_N < unclipped_gain_N
-    return -torch.minimum(unclipped_gain_N, clipped_gain_N), {"clip_fraction": is_clipped_N.to(ratio_N.dtype)}
+    is_clipped_N = clipped_N != ratio_N
+    return -clipped_N * batch.advantages_N * batch.logprobs_N, {"clip_fraction": is_clipped_N.to(ratio_N.dtype)}
 
 
-LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip}
+def _clipped(ratio_N: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    gain_N = ratio_N * batch.advantages_N
+    clipped_gain_N = ratio_N.clamp(1.0 - batch.clip_low, 1.0 + batch.clip_high) * batch.advantages_N
+    is_clipped_N = clipped_gain_N < gain_N
+    gain_N = torch.minimum(gain_N, clipped_gain_N)
+    if batch.dual_clip is not None:
+        floor_N = batch.dual_clip * batch.advantages_N
+        is_floored_N = (batch.advantages_N < 0) & (gain_N < floor_N)
+        gain_N = torch.where(is_floored_N, floor_N, gain_N)
+        is_clipped_N = is_clipped_N | is_floored_N
+    return -gain_N, {"clip_fraction": is_clipped_N.to(ratio_N.dtype)}
+
+
+def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: str) -> Tensor:
+    """[N] Estimate of KL(policy || reference) at sampled tokens, with x = ref - logprob (Schulman 2020).
+
+    k2 = x²/2 (its gradient is unbiased on-policy), k3 = exp(x) - 1 - x (never negative).
+
+    >>> round(kl_estimate(torch.tensor([0.0]), torch.tensor([0.1]), "k2").item(), 6)
+    0.005
+    """
+    log_ratio_N = ref_logprobs_N - logprobs_N
+    return 0.5 * log_ratio_N**2 if estimator == "k2" else torch.expm1(log_ratio_N) - log_ratio_N
+
+
+LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}

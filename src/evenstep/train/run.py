@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from evenstep.config import Config
-from evenstep.credit import group_advantages
+from evenstep.credit import rollout_advantages
 from evenstep.files import read_rollouts, write_rollouts
 from evenstep.rollout.agent import AgentOptions
 from evenstep.rollout.chat import ChatRenderer
@@ -279,7 +279,7 @@ class _Run:
         return [None if w is None else w.with_old_logprobs(values) for w, values in pairs]
 
     def _prepare(self, window: Window, *, scoring: bool) -> PreparedWindow | None:
-        advantages = group_advantages(window.rollouts, self.config.credit.estimator)
+        advantages = rollout_advantages(window.rollouts, self.config.credit.estimator)
         rows = rows_of(window.rollouts, advantages)
         if not rows:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from evenstep.credit import count_window, row_weights
 from evenstep.errors import RowError
 from evenstep.plan import StepPlan, plan_step
+from evenstep.train.options import StepOptions
 from evenstep.types import Float64Array, Row
 
 __all__ = ["PreparedWindow", "prepare_window"]
@@ -31,6 +32,7 @@ class PreparedWindow:
     num_groups: int
     num_rows: int
     num_trained_tokens: int
+    tokens_per_rollout: Mapping[Hashable, int]  # trained tokens
     segments_per_rollout_mean: float  # over the rollouts that have rows
     segments_per_rollout_max: int
     has_signal: bool  # whether any trained token's advantage is not 0
@@ -57,15 +59,13 @@ def prepare_window(
     voters: Mapping[Hashable, Hashable] | None,
     *,
     num_ranks: int,
-    normaliser: str,
-    normaliser_constant: float | None,
-    allow_row_splits: bool,
-    plan_options: Mapping[str, Any],
+    options: StepOptions,
+    plan_sync: Literal["micro_batch", "step"],
 ) -> PreparedWindow:
     """Count, weigh and plan a window; a pure function of its arguments.
 
     Raises:
-        RowError: no rows, or a per-token field that only some rows carry.
+        RowError: no rows, a per-token field that only some rows carry, or one that the loss needs and no row carries.
         CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``.
     """
     if not rows:
@@ -73,15 +73,29 @@ def prepare_window(
             "a window needs at least one row, found none; when no rollout of a window has tokens, skip its step"
         )
     fields = tuple(name for name in PER_TOKEN_FIELDS if _all_or_none(rows, name))
+    _require_fields(options, fields)
     counts = count_window(rows, voters)
-    weights_R = row_weights(rows, counts, normaliser, constant=normaliser_constant, allow_row_splits=allow_row_splits)
+    weights_R = row_weights(
+        rows,
+        counts,
+        options.normaliser,
+        constant=options.normaliser_constant,
+        allow_row_splits=options.allow_row_splits,
+    )
     plan = plan_step(
         [row.num_tokens for row in rows],
         num_ranks=num_ranks,
+        max_tokens_per_gpu=options.max_tokens_per_gpu,
+        layout=options.layout,
         row_ids=[row.row_id for row in rows],
         rollout_ids=[row.rollout_id for row in rows],
         group_ids=[row.group_id for row in rows],
-        **plan_options,
+        micro_batch_rows=options.micro_batch_rows,
+        logprob_micro_batch_rows=options.logprob_micro_batch_rows,
+        pad_scope=options.pad_scope,
+        pad_to_multiple=options.pad_to_multiple,
+        sync=plan_sync,
+        effort=options.effort,
     )
     segments = list(counts.rows_per_rollout.values())
     return PreparedWindow(
@@ -92,12 +106,22 @@ def prepare_window(
         num_groups=counts.num_groups,
         num_rows=len(rows),
         num_trained_tokens=counts.num_trained_tokens,
+        tokens_per_rollout=counts.tokens_per_rollout,
         segments_per_rollout_mean=len(rows) / len(segments),
         segments_per_rollout_max=max(segments),
         has_signal=any(bool(row.advantages_T.any()) for row in rows),
         fields=fields,
         digest=_digest(plan, weights_R, rows, fields),
     )
+
+
+def _require_fields(options: StepOptions, fields: Sequence[str]) -> None:
+    for name, is_needed, why in (
+        ("ref_logprobs", options.kl_coef != 0.0, f"kl_coef = {options.kl_coef}"),
+        ("engine_logprobs", options.importance_cap is not None, f"importance_cap = {options.importance_cap}"),
+    ):
+        if is_needed and name not in fields:
+            raise RowError(f"{why} needs {name} on every row, found none; add them, or leave the option out")
 
 
 def _all_or_none(rows: Sequence[Row], name: str) -> bool:

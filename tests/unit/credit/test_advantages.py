@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.credit import group_advantages
+from evenstep.credit import rollout_advantages
 from evenstep.errors import CreditError
 from evenstep.types import Call, Rollout
 
@@ -32,7 +32,7 @@ def rollout(group: str, name: str, reward: float | None, rows: int = 1, status: 
 
 
 def test_rows_do_not_vote() -> None:
-    found = group_advantages([rollout("g0", "a", 1.0, rows=3), rollout("g0", "b", 0.0)])
+    found = rollout_advantages([rollout("g0", "a", 1.0, rows=3), rollout("g0", "b", 0.0)])
     wrong = statistics.stdev([1.0, 1.0, 1.0, 0.0])
     assert found["a"] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6), abs=1e-15)
     assert found["b"] == -found["a"]
@@ -41,7 +41,7 @@ def test_rows_do_not_vote() -> None:
 
 def test_uneven_groups_by_id_in_any_order() -> None:
     members = [rollout("g1", "c", 7.0), rollout("g0", "a", 2.0), rollout("g1", "d", 7.0), rollout("g0", "b", 4.0)]
-    found = group_advantages([*members, rollout("g1", "e", 7.0)])
+    found = rollout_advantages([*members, rollout("g1", "e", 7.0)])
     scale = 1.0 / (math.sqrt(2.0) + 1e-6)
     assert found == pytest.approx({"a": -scale, "b": scale, "c": 0.0, "d": 0.0, "e": 0.0}, abs=1e-15)
 
@@ -49,20 +49,20 @@ def test_uneven_groups_by_id_in_any_order() -> None:
 @pytest.mark.parametrize("reward", [0.7, 0.35, 0.95, 1e-30, -1e9])
 @pytest.mark.parametrize("size", [1, 2, 7, 8])
 def test_equal_rewards_and_lone_voters_give_exactly_zero(reward: float, size: int) -> None:
-    found = group_advantages([rollout("g", str(i), reward) for i in range(size)])
+    found = rollout_advantages([rollout("g", str(i), reward) for i in range(size)])
     assert list(found.values()) == [0.0] * size
 
 
 def test_failed_rollouts_are_in_no_statistic_and_truncated_ones_are() -> None:
     members = [rollout("g", "a", 1.0), rollout("g", "b", 0.0, status="truncated")]
-    with_failed = group_advantages([*members, rollout("g", "c", None, rows=0, status="failed")])
-    assert with_failed == group_advantages(members)
+    with_failed = rollout_advantages([*members, rollout("g", "c", None, rows=0, status="failed")])
+    assert with_failed == rollout_advantages(members)
     assert set(with_failed) == {"a", "b"}
 
 
 def test_one_odd_reward_among_eight_stays_within_the_bound() -> None:
     rewards = [0.0] + [0.7] * 7
-    found = group_advantages([rollout("g", str(i), r) for i, r in enumerate(rewards)])
+    found = rollout_advantages([rollout("g", str(i), r) for i, r in enumerate(rewards)])
     assert max(map(abs, found.values())) <= 7 / math.sqrt(8)
     siblings = np.float32(rewards[1:])
     one_pass = np.sqrt(max((siblings**2).mean() - siblings.mean() ** 2, 0.0))
@@ -72,9 +72,9 @@ def test_one_odd_reward_among_eight_stays_within_the_bound() -> None:
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9), st.randoms(use_true_random=False))
 def test_formula_order_and_bound(rewards: list[float], random: object) -> None:
     members = [rollout("g", str(i), r) for i, r in enumerate(rewards)]
-    found = group_advantages(members)
+    found = rollout_advantages(members)
     random.shuffle(members)  # type: ignore[attr-defined]
-    assert group_advantages(members) == pytest.approx(found, rel=1e-9, abs=1e-12)
+    assert rollout_advantages(members) == pytest.approx(found, rel=1e-9, abs=1e-12)
     assert max(map(abs, found.values())) <= (len(rewards) - 1) / math.sqrt(len(rewards)) + 1e-9
     if min(rewards) == max(rewards):
         assert set(found.values()) == {0.0}
@@ -88,14 +88,14 @@ def test_formula_order_and_bound(rewards: list[float], random: object) -> None:
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf])
 def test_a_voter_needs_a_finite_reward(reward: float | None) -> None:
     with pytest.raises(CreditError, match="'bad' of group 'g'"):
-        group_advantages([rollout("g", "good", 1.0), rollout("g", "bad", reward)])
+        rollout_advantages([rollout("g", "good", 1.0), rollout("g", "bad", reward)])
 
 
 def test_a_rollout_votes_once() -> None:
     with pytest.raises(CreditError, match="'a' was given twice"):
-        group_advantages([rollout("g", "a", 1.0), rollout("h", "a", 0.0)])
+        rollout_advantages([rollout("g", "a", 1.0), rollout("h", "a", 0.0)])
 
 
 def test_unknown_estimators_are_named() -> None:
     with pytest.raises(CreditError, match="unknown estimator 'ppo'; choose one of"):
-        group_advantages([], "ppo")
+        rollout_advantages([], "ppo")

@@ -1,0 +1,104 @@
+"""Every setting that decides a step, in one value; ranks compare it before they start."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from evenstep.credit import NORMALISERS
+from evenstep.errors import ConfigError
+from evenstep.train.losses import LOSSES, LossFunction
+
+__all__ = ["StepOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Keyword arguments of ``Trainer``.
+
+    Raises:
+        ConfigError: a value outside its range, or options that contradict each other.
+
+    >>> StepOptions(layout="packed", max_tokens_per_gpu=4096).describe()[:61]
+    "layout='packed', max_tokens_per_gpu=4096, pad_to_multiple=1, "
+    """
+
+    # plan
+    layout: Literal["fixed", "padded", "packed"] = "padded"  # fixed, padded or packed
+    max_tokens_per_gpu: int | None = None  # most tokens a micro-batch may occupy on a rank; None: no limit
+    pad_to_multiple: int = 1  # widths are rounded up to it
+    micro_batch_rows: int = 1  # rows of a micro-batch in layout fixed
+    logprob_micro_batch_rows: int = 1  # rows of a log-prob micro-batch; with fixed, fillers cover both
+    pad_scope: Literal["window", "group"] = "window"  # window or group: what fixed fills up to a multiple
+    effort: Literal["default", "high"] = "default"  # of the planner: default or high
+    # weights
+    normaliser: str = "token"  # token, rollout, prompt, constant or row
+    normaliser_constant: float | None = None  # the constant of constant
+    allow_row_splits: bool = False  # let row weigh rollouts that have several rows
+    # loss
+    loss: str | LossFunction = "ppo_clip"  # a name in LOSSES, or a function like them
+    clip_low: float = 0.2  # the ratio is clipped below at 1 - clip_low
+    clip_high: float = 0.2  # and above at 1 + clip_high
+    dual_clip: float | None = None  # with a negative advantage the loss is at most dual_clip times it; above 1
+    ratio_unit: str = "rollout"  # whose length-normalised ratio gspo takes: rollout or segment
+    kl_coef: float = 0.0  # times the KL estimate against ref_logprobs, added to the loss
+    kl_estimator: str = "k3"  # k2 or k3
+    entropy_coef: float = 0.0  # times the entropy, subtracted from the loss
+    importance_cap: float | None = None  # truncated importance weight min(cap, exp(old - engine)) on the policy term
+    temperature: float = 1.0  # of sampling; logits are divided by it in every pass
+    # execution
+    max_grad_norm: float | None = None  # clip the summed gradient to this global norm
+    sync: str = "last"  # reduce sharded gradients once per window (last) or in every micro-batch (each: less memory)
+    logprob_chunk_tokens: int = 1024  # trained tokens whose logits exist at once
+
+    def __post_init__(self) -> None:
+        choices = {
+            "normaliser": NORMALISERS,
+            "ratio_unit": ("rollout", "segment"),
+            "kl_estimator": ("k2", "k3"),
+            "sync": ("last", "each"),
+        }
+        for name, allowed in choices.items():
+            if self._value(name) not in allowed:
+                hint = "; k1 has no gradient on-policy" if name == "kl_estimator" else ""
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, found {self._value(name)!r}{hint}")
+        if isinstance(self.loss, str) and self.loss not in LOSSES:
+            raise ConfigError(f"unknown loss {self.loss!r}; choose one of {', '.join(LOSSES)}, or pass a function")
+        lowest = {
+            "clip_high": (0.0, True),
+            "dual_clip": (1.0, False),
+            "kl_coef": (0.0, True),
+            "entropy_coef": (-math.inf, False),
+            "importance_cap": (0.0, False),
+            "temperature": (0.0, False),
+            "max_grad_norm": (0.0, False),
+            "logprob_chunk_tokens": (1, True),
+        }
+        for name, (limit, inclusive) in lowest.items():
+            value = self._value(name)
+            if value is None:
+                continue
+            if not math.isfinite(value) or not (value >= limit if inclusive else value > limit):
+                raise ConfigError(f"{name} must be {'at least' if inclusive else 'above'} {limit:g}, found {value}")
+        if not 0 <= self.clip_low < 1:
+            raise ConfigError(f"clip_low must be at least 0 and below 1, found {self.clip_low}")
+
+    @property
+    def loss_function(self) -> LossFunction:
+        return LOSSES[self.loss] if isinstance(self.loss, str) else self.loss
+
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether a window without advantages still has a gradient."""
+        return self.kl_coef != 0.0 or self.entropy_coef != 0.0
+
+    def describe(self) -> str:
+        """All options as text that is equal in every process."""
+        named = {field.name: self._value(field.name) for field in fields(self)}
+        if not isinstance(self.loss, str):
+            named["loss"] = f"{self.loss.__module__}.{self.loss.__qualname__}"
+        return ", ".join(f"{name}={value!r}" for name, value in named.items())
+
+    def _value(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
