@@ -34,6 +34,11 @@ def window_metrics(window: int, **changes: Any) -> dict[str, Any]:
     return metrics | changes
 
 
+def heldout(window: int, reward: float, **changes: Any) -> dict[str, Any]:
+    result: dict[str, Any] = {"window": window, "eval_reward_mean": reward, "eval_floor": 0.125}
+    return result | {"eval_long_reward_mean": reward - 0.1, "eval_long_floor": None} | changes
+
+
 class Clock:
     """A clock that advances when it is told to."""
 
@@ -48,12 +53,12 @@ def run_plain(num_windows: int, folder: str = "runs/demo", **changes: Any) -> li
     stream, clock = io.StringIO(), Clock()
     reporter = PlainReporter(stream, History(clock))
     reporter.start(INFO | {"folder": folder})
-    reporter.evaluation({"window": 0, "eval_reward_mean": 0.41})
+    reporter.evaluation(heldout(0, 0.41))
     for window in range(num_windows):
         reporter.phase("generate")
         clock.now += 2.0
         reporter.window(window_metrics(window, **changes))
-    reporter.evaluation({"window": num_windows, "eval_reward_mean": 0.61})
+    reporter.evaluation(heldout(num_windows, 0.61))
     reporter.finish({"folder": folder})
     return stream.getvalue().splitlines()
 
@@ -101,7 +106,7 @@ def test_heldout_score_and_time_left() -> None:
     clock.now = 4.0
     first = history.add_window(window_metrics(30))
     assert (first["heldout"], first["eta_s"]) == (None, 4.0 * 9)
-    history.evaluations.append({"window": 31, "eval_reward_mean": 0.5})
+    history.evaluations.append(heldout(31, 0.5))
     clock.now = 6.0
     second = history.add_window(window_metrics(31))
     assert (second["heldout"], second["eta_s"]) == (0.5, 3.0 * 8)
@@ -110,11 +115,19 @@ def test_heldout_score_and_time_left() -> None:
 def test_the_end(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     text = "\n".join(run_plain(3, folder=str(tmp_path)))
-    assert "0.410 -> 0.610 (+0.200" in text
+    assert "all tasks: 0.410 -> 0.610 (+0.200; always the most common answer: 0.125)" in text
+    assert "tasks of 3 or more segments: 0.310 -> 0.510 (+0.200)" in text
+    assert "held-out reward after 3 windows: all tasks 0.610, tasks of 3 or more segments 0.510" in text
     assert "rows: 151 (150 to 152)" in text
     assert "rollouts: 64\n" in text
     assert f"{tmp_path / 'metrics.jsonl'}: a line per window" in text
     assert "checkpoints" not in text
+
+
+def test_shares_that_an_evaluation_has_not() -> None:
+    history = History(Clock())
+    line = history.evaluation_line(heldout(0, 0.5, eval_long_reward_mean=None))
+    assert line == "held-out reward after 0 windows: all tasks 0.500"
 
 
 def run_live(width: int, num_windows: int, height: int = 24) -> str:

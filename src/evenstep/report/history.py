@@ -12,15 +12,11 @@ from evenstep.report.columns import duration, number
 
 __all__ = ["History"]
 
-# keys of an evaluation that are shown at the end, in this order, when the evaluation has them
-HELDOUT = {
-    "eval_reward_mean": "all tasks",
-    "eval_reward_mean_long": "tasks of 3 or more segments",
-}
-FLOORS = {
-    "eval_reward_mean": "eval_most_common_answer_score",
-    "eval_reward_mean_long": "eval_most_common_answer_score_long",
-}
+# shares of an evaluation: its key, the key of the floor beneath it, what it is called
+HELDOUT = (
+    ("eval_reward_mean", "eval_floor", "all tasks"),
+    ("eval_long_reward_mean", "eval_long_floor", "tasks of 3 or more segments"),
+)
 PLACES = (
     ("config.toml", "the resolved configuration"),
     ("metrics.jsonl", "a line per window and evaluation"),
@@ -71,7 +67,7 @@ class History:
         )
 
     def evaluation_line(self, result: Mapping[str, Any]) -> str:
-        scores = ", ".join(f"{text} {result[key]:.3f}" for key, text in HELDOUT.items() if result.get(key) is not None)
+        scores = ", ".join(f"{text} {result[key]:.3f}" for key, _, text in HELDOUT if result[key] is not None)
         return f"held-out reward after {result['window']} windows: {scores}"
 
     def summary(self, folder: str) -> Iterator[str]:
@@ -89,12 +85,11 @@ class History:
             return
         first, last = self.evaluations[0], self.evaluations[-1]
         yield "What was learned (held-out reward, before -> after)"
-        for key, text in HELDOUT.items():
-            before, after = first.get(key), last.get(key)
+        for key, floor_key, text in HELDOUT:
+            before, after, floor = first[key], last[key], last[floor_key]
             if before is None or after is None:
                 continue
-            floor = last.get(FLOORS[key])
-            floor_text = "" if floor is None else f", always the most common answer: {floor:.3f}"
+            floor_text = "" if floor is None else f"; always the most common answer: {floor:.3f}"
             yield f"  {text}: {before:.3f} -> {after:.3f} ({after - before:+.3f}{floor_text})"
 
     def _step(self) -> Iterator[str]:
