@@ -23,6 +23,7 @@ __all__ = [
     "copy_full_weights",
     "exchange",
     "full_gradient_norm",
+    "gather",
     "is_sharded",
     "rank_and_size",
     "rank_zero_first",
@@ -161,6 +162,16 @@ def exchange(value: T) -> list[T]:
         return [value]
     found: list[Any] = [None] * size
     dist.all_gather_object(found, value)
+    return found
+
+
+def gather(value: T) -> list[T] | None:
+    """[W] Every rank's value, on rank 0; None elsewhere."""
+    rank, size = rank_and_size()
+    if size == 1:
+        return [value]
+    found: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(value, found, dst=0)
     return found
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,12 +20,13 @@ from transformers import AutoModelForCausalLM
 from evenstep.config import Config
 from evenstep.credit import rollout_advantages
 from evenstep.files import read_rollouts, write_rollouts
+from evenstep.report.console import Reporter
 from evenstep.rollout.agent import AgentOptions
-from evenstep.rollout.chat import ChatRenderer
+from evenstep.rollout.chat import ChatRenderer, ChatTokenizer
 from evenstep.rollout.collector import close_collection, generate_rollouts, slots_of, windows_of
 from evenstep.rollout.compaction import compaction_named
 from evenstep.rollout.environment import TaskSource
-from evenstep.rollout.evaluate import evaluate
+from evenstep.rollout.evaluate import evaluate, evaluation_of
 from evenstep.rollout.in_process import InProcessEngine
 from evenstep.rollout.segments import rows_of
 from evenstep.train import distributed
@@ -37,24 +38,13 @@ from evenstep.train.step import StepOutcome, StepResult, Trainer
 from evenstep.train.window import PreparedWindow
 from evenstep.types import Rollout, Window
 
-__all__ = ["Reporter", "run_training"]
+__all__ = ["run_training"]
 
 ROLLOUTS = "rollouts"
 PLANS = "plans"
 CHECKPOINTS = "checkpoints"
 EXPORT = "model"
 METRICS = "metrics.jsonl"
-
-
-class Reporter(Protocol):
-    """Who shows a run to a person; called on rank 0 only."""
-
-    def start(self, info: Mapping[str, Any]) -> None: ...
-    def phase(self, name: str) -> None: ...
-    def window(self, metrics: Mapping[str, Any]) -> None: ...
-    def evaluation(self, result: Mapping[str, Any]) -> None: ...
-    def notice(self, text: str) -> None: ...
-    def finish(self, summary: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +112,7 @@ class _Run:
             effort=config.plan.effort,
         )
         self.compaction = compaction_named(config.compaction.policy, **config.compaction.options)
-        self.renderer = ChatRenderer(self.tokenizer)
+        self.renderer = ChatRenderer(cast(ChatTokenizer, self.tokenizer))
         self.engine = InProcessEngine(
             self.sampler,
             eos_token_ids=self.renderer.stop_token_ids,
@@ -228,10 +218,10 @@ class _Run:
                     num_ranks=self.num_ranks,
                 )
             )
-            parts = distributed.exchange(mine)
-            rollouts = [r for part in parts for r in part]
+            parts = distributed.gather(mine)
+            rollouts = [r for part in parts or () for r in part]
             if self.rank == 0:
-                write_rollouts(path, sorted(rollouts, key=lambda r: r.rollout_id))
+                write_rollouts(path, rollouts)
         if self.rank != 0:
             return None
         collection = close_collection(
@@ -355,10 +345,13 @@ class _Run:
                 num_ranks=self.num_ranks,
             )
         )
-        result = {"window": self.counters.window, "optimizer_step": self.counters.optimizer_step} | mine
+        parts = distributed.gather(mine)
+        if parts is None:
+            return
+        result = {"window": self.counters.window, "optimizer_step": self.counters.optimizer_step}
+        result |= evaluation_of([rollout for part in parts for rollout in part]).to_json()
         self.evaluations.append(result)
-        if self.rank == 0:
-            self._append(result)
+        self._append(result)
         if self.reporter:
             self.reporter.evaluation(result)
 
