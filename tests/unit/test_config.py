@@ -57,6 +57,7 @@ def model_folder(path: Path, **settings: Any) -> Path:
     (path / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64} | settings))
     (path / "model.safetensors").write_bytes(b"")
     (path / "tokenizer.json").write_text("{}")
+    (path / "chat_template.jinja").write_text("")
     return path
 
 
@@ -312,7 +313,8 @@ def test_a_model_that_fits(tmp_path: Path) -> None:
     "missing, expected",
     [
         (["config.json"], "without config.json"),
-        (["model.safetensors", "tokenizer.json"], "without weights, tokenizer"),
+        (["model.safetensors", "tokenizer.json"], "without weights, tokenizer;"),
+        (["chat_template.jinja"], "without chat template;"),
         (["."], "found no folder"),
     ],
 )
