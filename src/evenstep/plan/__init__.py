@@ -1,10 +1,24 @@
 """The planner: from row lengths to an exact step plan under a token budget. NumPy only."""
 
 from evenstep.plan.bounds import Bounds, lower_bounds
+from evenstep.plan.build import reuse_plan
 from evenstep.plan.cost import CostModel
 from evenstep.plan.measure import PlanStats
 from evenstep.plan.planner import plan_step
+from evenstep.plan.refine import refine_plan
 from evenstep.plan.request import Request
 from evenstep.plan.step_plan import Cells, Overlong, StepPlan
 
-__all__ = ["Bounds", "Cells", "CostModel", "Overlong", "PlanStats", "Request", "StepPlan", "lower_bounds", "plan_step"]
+__all__ = [
+    "Bounds",
+    "Cells",
+    "CostModel",
+    "Overlong",
+    "PlanStats",
+    "Request",
+    "StepPlan",
+    "lower_bounds",
+    "plan_step",
+    "refine_plan",
+    "reuse_plan",
+]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.plan.problem import Problem
+from evenstep.plan.profile import heads_and_level
 from evenstep.types import Int64Array
 
 __all__ = ["Bounds", "fewest_cells", "lower_bounds"]
@@ -69,7 +70,8 @@ def _fewest_bins(widths_desc: Int64Array, capacity: int) -> int:
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ascending)])
     total = int(sums[-1])
     half = int(np.searchsorted(ascending, capacity // 2, side="right"))  # rows above it cannot share with each other
-    thresholds = np.unique(np.concatenate([np.zeros(1, dtype=np.int64), ascending[:half]]))
+    is_new = np.diff(ascending[:half], prepend=0) > 0
+    thresholds = np.concatenate([np.zeros(1, dtype=np.int64), ascending[:half][is_new]])
     light = np.searchsorted(ascending, thresholds, side="left")  # first row of at least t
     heavy = np.maximum(np.searchsorted(ascending, capacity - thresholds, side="right"), half)  # first row above C - t
     num_heavy = ascending.size - heavy
@@ -103,5 +105,8 @@ def lower_bounds(problem: Problem, rank_of_R: Int64Array | None = None) -> Bound
             busiest = max(int((problem.costs_R[part] * rows)[::rows].sum()) for part in per_rank)
         else:
             busiest = max(int(problem.costs_R[part].sum()) for part in per_rank)
-    bound = max(busiest, longest) + problem.c0 * k
-    return Bounds(num_microbatches=k, lockstep=bound, rank=bound)
+    bound = max(busiest, longest)
+    is_profiled = rank_of_R is None and problem.room.layout != "fixed"
+    lockstep = max(bound, heads_and_level(problem, k).bound) if is_profiled else bound
+    overhead = problem.c0 * k
+    return Bounds(num_microbatches=k, lockstep=lockstep + overhead, rank=bound + overhead)

@@ -11,7 +11,7 @@ from evenstep.plan.deal import Placed
 from evenstep.plan.problem import Problem
 from evenstep.types import Int64Array
 
-__all__ = ["group_rows", "place_local", "split_to_count"]
+__all__ = ["Cell", "group_rows", "number_by_cost", "place_local", "split_to_count"]
 
 Cell = list[int]  # canonical positions, longest row first
 
@@ -23,10 +23,7 @@ def place_local(problem: Problem, rank_of_R: Int64Array) -> Placed:
     k_R = np.zeros(problem.num_rows, dtype=np.int64)
     for cells in grouped:
         parts = split_to_count(problem, cells, num_microbatches)
-        # Each rank's most expensive cell first: pairing sorted cells is what makes the sum of column maxima least.
-        parts.sort(key=lambda cell: -_cost(problem, cell))
-        for k, cell in enumerate(parts):
-            k_R[cell] = k
+        number_by_cost(problem, parts, k_R)
     return Placed(rank_R=rank_of_R, k_R=k_R, num_microbatches=num_microbatches)
 
 
@@ -65,6 +62,13 @@ def _best_fit(problem: Problem, positions: Int64Array) -> list[Cell]:
         if left > width and (max_rows is None or len(cells[cell]) < max_rows):
             insort(free, (left - width, cell))
     return cells
+
+
+def number_by_cost(problem: Problem, cells: list[Cell], k_R: Int64Array) -> None:
+    """Number a rank's cells, the most expensive first: pairing sorted cells makes the sum of column maxima least."""
+    costs = [_cost(problem, cell) for cell in cells]
+    for k, i in enumerate(sorted(range(len(cells)), key=lambda i: -costs[i])):
+        k_R[cells[i]] = k
 
 
 def _cost(problem: Problem, cell: Cell) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, overload
 
@@ -10,21 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from evenstep.errors import PlanError
+from evenstep.plan.build import build_plan, name_overlong, problem_of
 from evenstep.plan.cost import CostModel
-from evenstep.plan.deal import Placed
 from evenstep.plan.fixed import place_fixed
 from evenstep.plan.footprint import Layout
 from evenstep.plan.local import place_local
-from evenstep.plan.measure import measure, tabulate
-from evenstep.plan.problem import Problem, make_problem
-from evenstep.plan.request import Effort, Placement, Request, Sync, id_ranks, read_groups_of_rows, read_lengths
+from evenstep.plan.request import Effort, Placement, Request, Sync, id_ranks, read_groups_of_rows, read_lengths, whole
 from evenstep.plan.spread import place_global
-from evenstep.plan.step_plan import Cells, Overlong, StepPlan
+from evenstep.plan.step_plan import StepPlan
 from evenstep.types import Int64Array
 
 __all__ = ["plan_step"]
 
-_log = logging.getLogger(__name__)
 Lengths = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
@@ -157,23 +153,25 @@ def plan_step(
     """
     lengths_R = read_lengths(lengths)
     request = Request(
-        num_ranks=num_ranks,
-        max_tokens_per_gpu=max_tokens_per_gpu,
+        num_ranks=whole("num_ranks", num_ranks),
+        max_tokens_per_gpu=None if max_tokens_per_gpu is None else whole("max_tokens_per_gpu", max_tokens_per_gpu),
         layout=layout,
         placement=placement,
-        micro_batch_rows=micro_batch_rows,
-        logprob_micro_batch_rows=logprob_micro_batch_rows,
+        micro_batch_rows=whole("micro_batch_rows", micro_batch_rows),
+        logprob_micro_batch_rows=whole("logprob_micro_batch_rows", logprob_micro_batch_rows),
         pad_scope=pad_scope,
-        pad_to_multiple=pad_to_multiple,
+        pad_to_multiple=whole("pad_to_multiple", pad_to_multiple),
         bucket=bucket,
-        cp=cp,
-        tp=tp,
+        cp=whole("cp", cp),
+        tp=whole("tp", tp),
         sync=sync,
         cost=CostModel() if cost is None else cost,
         effort=effort,
-        min_microbatches=min_microbatches,
-        num_microbatches_multiple=num_microbatches_multiple,
-        max_rows_per_microbatch=max_rows_per_microbatch,
+        min_microbatches=whole("min_microbatches", min_microbatches),
+        num_microbatches_multiple=whole("num_microbatches_multiple", num_microbatches_multiple),
+        max_rows_per_microbatch=None
+        if max_rows_per_microbatch is None
+        else whole("max_rows_per_microbatch", max_rows_per_microbatch),
         overlong_policy=overlong,
     )
     request.validate()
@@ -253,18 +251,8 @@ def _plan_window(
     *,
     window: bool,
 ) -> StepPlan:
-    room = request.room
-    problem = make_problem(
-        rows,
-        lengths_R,
-        ties,
-        room=room,
-        cost=request.cost,
-        num_ranks=request.num_ranks,
-        min_microbatches=request.min_microbatches,
-        k_multiple=request.num_microbatches_multiple,
-    )
-    named = _overlong_rows(request, problem)
+    problem = problem_of(request, rows, lengths_R, ties)
+    overlong = name_overlong(request, problem)
     rank_of_R = None if rank_of is None else rank_of[problem.order_R]
     if request.layout == "fixed":
         scope_R = np.zeros(problem.num_rows, dtype=np.int64)
@@ -276,55 +264,4 @@ def _plan_window(
         placed = place_local(problem, rank_of_R)
     else:
         placed = place_global(problem, sync=request.sync, effort=request.effort)
-    num_cells = request.num_ranks * placed.num_microbatches
-    cell_of_R = placed.rank_R * placed.num_microbatches + placed.k_R
-    table = tabulate(problem, cell_of_R, num_cells)
-    num_empty = int((table.num_rows_C == 0).sum())
-    if num_empty and room.budget is not None and room.filler_footprint > room.budget:
-        raise PlanError(
-            f"{num_empty} cells of {request.num_ranks} ranks x {placed.num_microbatches} micro-batches have no row and "
-            f"need a filler of {room.filler_footprint} tokens, found a budget of {room.budget}; raise "
-            f"max_tokens_per_gpu or use fewer ranks"
-        )
-    return StepPlan(
-        request=request,
-        cells=_to_cells(problem, placed, request.num_ranks),
-        window=tuple(rows.tolist()) if window else None,
-        overlong=named,
-        stats=measure(problem, table, is_step_sync=request.sync == "step", rank_of_R=rank_of_R),
-    )
-
-
-def _overlong_rows(request: Request, problem: Problem) -> tuple[Overlong, ...]:
-    """Rows that alone exceed the budget, longest first."""
-    room = problem.room
-    if room.budget is None:
-        return ()
-    over = np.flatnonzero(room.alone(problem.lengths_R) > room.budget)
-    named = tuple(Overlong(int(problem.order_R[p]), int(problem.lengths_R[p]), room.budget) for p in over)
-    if not named:
-        return ()
-    shown = ", ".join(f"row {item.row} of {item.length} tokens" for item in named[:5])
-    if request.overlong_policy == "error":
-        raise PlanError(
-            f"overlong='error' refuses rows over the budget of {room.budget} tokens, found {len(named)}: {shown}; "
-            f"raise max_tokens_per_gpu, or allow them with overlong='alone'"
-        )
-    if room.layout == "fixed" and room.cell_rows > 1:
-        raise PlanError(
-            f"layout 'fixed' runs {room.cell_rows} rows at a time, {room.cell_rows} x the width of the longest must be "
-            f"within the budget of {room.budget} tokens, found {len(named)} rows too long for it: {shown}; "
-            f"lower micro_batch_rows, raise max_tokens_per_gpu, or use layout 'padded'"
-        )
-    _log.warning("%d rows exceed the budget of %d tokens and run alone: %s", len(named), room.budget, shown)
-    return named
-
-
-def _to_cells(problem: Problem, placed: Placed, num_ranks: int) -> Cells:
-    """Row indices by rank and micro-batch, longest first inside a cell."""
-    num_microbatches = placed.num_microbatches
-    cell_of_R = placed.rank_R * num_microbatches + placed.k_R
-    flat = problem.order_R[np.argsort(cell_of_R, kind="stable")].tolist()
-    ends = np.cumsum(np.bincount(cell_of_R, minlength=num_ranks * num_microbatches)).tolist()
-    cells = [tuple(flat[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    return tuple(tuple(cells[rank * num_microbatches : (rank + 1) * num_microbatches]) for rank in range(num_ranks))
+    return build_plan(request, problem, placed, overlong, window=tuple(rows.tolist()) if window else None)

@@ -33,6 +33,7 @@ class Problem:
     c0: int  # cost of a micro-batch besides its rows
     c1: float  # units per footprint token
     scale: float  # units per unit of the cost model
+    cost: CostModel
     min_microbatches: int  # K is at least this
     k_multiple: int  # and a multiple of this
 
@@ -43,6 +44,16 @@ class Problem:
     def round_k(self, num_microbatches: int) -> int:
         """Smallest allowed K that is at least ``num_microbatches``."""
         return -(-max(num_microbatches, self.min_microbatches, 1) // self.k_multiple) * self.k_multiple
+
+    def costs_of_widths(self, widths: Int64Array) -> Int64Array:
+        """Cost of a row of each width, without c0."""
+        return np.rint(self.cost.row_costs(widths) * self.scale).astype(np.int64)
+
+    @property
+    def num_overlong(self) -> int:
+        """Rows that alone exceed the budget; they are the first positions."""
+        capacity = self.room.capacity
+        return 0 if capacity is None else int(np.searchsorted(-self.widths_R, -capacity, side="left"))
 
     def cost_of_cell(self, cell_B: Int64Array) -> int:
         """Cost of one cell, given its rows' positions, without c0."""
@@ -101,6 +112,7 @@ def make_problem(
         c0=round(cost.c0 * scale),
         c1=cost.c1 * scale,
         scale=scale,
+        cost=cost,
         min_microbatches=min_microbatches,
         k_multiple=k_multiple,
     )

@@ -15,7 +15,7 @@ from evenstep.plan.cost import CostModel
 from evenstep.plan.footprint import LAYOUTS, Layout, Room
 from evenstep.types import Int64Array
 
-__all__ = ["Effort", "Placement", "Request", "Sync", "id_ranks", "read_lengths", "require_choice", "require_int"]
+__all__ = ["Effort", "Placement", "Request", "Sync", "id_ranks", "read_lengths", "require_choice", "whole"]
 
 Placement = Literal["global", "local"]
 Sync = Literal["micro_batch", "step"]
@@ -72,11 +72,12 @@ class Request:
             ("min_microbatches", 1),
             ("num_microbatches_multiple", 1),
         ):
-            require_int(name, getattr(self, name), least)
+            if getattr(self, name) < least:
+                raise PlanError(f"{name} must be an integer ≥ {least}, found {getattr(self, name)}; raise it")
         for name in ("max_tokens_per_gpu", "max_rows_per_microbatch"):
             value = getattr(self, name)
-            if value is not None:
-                require_int(name, value, 1)
+            if value is not None and value < 1:
+                raise PlanError(f"{name} must be an integer ≥ 1 or None, found {value}; raise it")
         require_choice("layout", self.layout, LAYOUTS)
         require_choice("placement", self.placement, ("global", "local"))
         require_choice("sync", self.sync, ("micro_batch", "step"))
@@ -126,10 +127,11 @@ class Request:
                 )
 
 
-def require_int(name: str, value: Any, least: int) -> None:
-    """Raise unless ``value`` is a plain int of at least ``least``; booleans, floats and NumPy scalars are refused."""
-    if type(value) is not int or value < least:
-        raise PlanError(f"{name} must be an integer ≥ {least}, found {value!r}; give a whole number")
+def whole(name: str, value: Any) -> int:
+    """``value`` as a plain int; booleans and floats are refused."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise PlanError(f"{name} must be a whole number, found {value!r}; give an integer")
+    return int(cast("int", value))
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:

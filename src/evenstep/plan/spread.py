@@ -2,67 +2,149 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from evenstep.plan.balance import place_for_ranks
 from evenstep.plan.bounds import lower_bounds
-from evenstep.plan.deal import Placed, deal
-from evenstep.plan.pack import pack_into
-from evenstep.plan.pad import cut_at
+from evenstep.plan.deal import Placed, deal, lockstep_cost
+from evenstep.plan.exchange import exchange_rows
+from evenstep.plan.local import Cell, group_rows, split_to_count
+from evenstep.plan.pack import pack_to_targets
+from evenstep.plan.pad import cut_rows
 from evenstep.plan.problem import Problem
+from evenstep.plan.profile import heads_and_level
 from evenstep.plan.request import Effort, Sync
 from evenstep.types import Int64Array
 
-__all__ = ["place_global"]
+__all__ = ["deal_found", "place_global"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """How much the search may do."""
+
+    extra_microbatches: int  # K is tried up to this many above its bound
+    levels: tuple[int, ...]  # per mille of the level that the bound implies
+    starts: int  # partitions that are improved by exchanges
+    rounds: int  # rounds of exchanges
+    width: int  # rows of a cell that an exchange looks at
+    cuts: int  # padded: cells that trial cuts may make
+    caps: int  # padded: caps besides the level's
+    moves: int  # padded: moves of cuts, for a thousand cells
+
+
+_WORK: dict[Effort, _Work] = {
+    "default": _Work(
+        extra_microbatches=1, levels=(950, 1000), starts=1, rounds=4, width=8, cuts=20_000, caps=4, moves=2_000
+    ),
+    "high": _Work(
+        extra_microbatches=2,
+        levels=(930, 950, 980, 1000, 1010, 1030),
+        starts=3,
+        rounds=40,
+        width=16,
+        cuts=300_000,
+        caps=4,
+        moves=40_000,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    cost: int
+    num_microbatches: int
+    cell_of_R: Int64Array
 
 
 def place_global(problem: Problem, *, sync: Sync, effort: Effort) -> Placed:
     """Cells under the budget for rows that may go anywhere."""
-    capacity = problem.room.capacity
-    num_ranks = problem.num_ranks
-    alone = 0 if capacity is None else int(np.searchsorted(-problem.widths_R, -capacity, side="left"))
-    rest = np.arange(alone, problem.num_rows)
+    found = _packed(problem, _WORK[effort]) if problem.room.layout == "packed" else _padded(problem, _WORK[effort])
+    if sync == "step":
+        return place_for_ranks(
+            problem, [(item.cell_of_R, item.num_microbatches) for item in (found, *_fewest(problem))]
+        )
+    return deal_found(problem, found.cell_of_R, found.num_microbatches)
+
+
+def deal_found(problem: Problem, cell_of_R: Int64Array, num_microbatches: int) -> Placed:
+    """Columns of these cells for ranks that meet in every micro-batch."""
+    costs = problem.cell_costs(cell_of_R, num_microbatches * problem.num_ranks)
+    return deal(cell_of_R, costs, problem.num_ranks, num_microbatches)
+
+
+def _fewest(problem: Problem) -> list[_Found]:
+    """Cells as large as the budget allows: the least padding per launch where no rank waits inside the step."""
+    cells = group_rows(problem, np.arange(problem.num_rows))
+    k = problem.round_k(-(-len(cells) // problem.num_ranks))
+    least = lower_bounds(problem).num_microbatches
+    if problem.room.capacity is None and k > least:
+        return []
+    return _from_lists(problem, cells, k)
+
+
+def _judge(problem: Problem, cell_of_R: Int64Array, num_microbatches: int) -> _Found:
+    costs = problem.cell_costs(cell_of_R, num_microbatches * problem.num_ranks)
+    cost = lockstep_cost(costs, problem.num_ranks, num_microbatches, problem.c0)
+    return _Found(cost=cost, num_microbatches=num_microbatches, cell_of_R=cell_of_R)
+
+
+def _fill_empty(problem: Problem, cell_of_R: Int64Array, num_microbatches: int) -> Int64Array:
+    """Give empty cells a row while some cell has two: a filler would run there for nothing."""
+    num_cells = num_microbatches * problem.num_ranks
+    counts = np.bincount(cell_of_R, minlength=num_cells)
+    if counts.all() or int(counts.max()) < 2:
+        return cell_of_R
+    ends = np.cumsum(counts).tolist()
+    listed = np.argsort(cell_of_R, kind="stable").tolist()
+    cells = [listed[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True) if b > a]
+    filled = np.empty_like(cell_of_R)
+    for i, cell in enumerate(split_to_count(problem, cells, num_cells)):
+        filled[cell] = i
+    return filled
+
+
+def _padded(problem: Problem, work: _Work) -> _Found:
+    least = lower_bounds(problem).num_microbatches
+    cell_of_R, k = cut_rows(problem, least, work=work.cuts, num_caps=work.caps, moves=work.moves)
+    return _judge(problem, cell_of_R, k)
+
+
+def _packed(problem: Problem, work: _Work) -> _Found:
+    """Try a few K and levels, then improve the best partitions by exchanges."""
+    found: list[_Found] = []
     k = lower_bounds(problem).num_microbatches
-    while True:
-        num_cells = max(k * num_ranks - alone, 0)
-        found = None
-        if rest.size == 0 and alone <= k * num_ranks:
-            found = rest
-        elif num_cells >= rest.size:
-            found = np.arange(rest.size)
-        elif num_cells > 0:
-            found = _fill(problem, rest, num_cells)
-        if found is not None:
-            cell_of_R = np.concatenate([np.arange(alone), alone + found]).astype(np.int64)
-            costs = problem.cell_costs(cell_of_R, k * num_ranks)
-            return deal(cell_of_R, costs, num_ranks, k)
+    last = k if problem.room.capacity is None else problem.round_k(k + work.extra_microbatches)
+    while k <= last or not found:
+        profile = heads_and_level(problem, k)
+        for per_mille in work.levels:
+            cell_of_R = pack_to_targets(problem, profile, k, max(1, profile.level * per_mille // 1000))
+            if cell_of_R is not None:
+                found.append(_judge(problem, _fill_empty(problem, cell_of_R, k), k))
+        if not found:
+            found += _best_fit(problem, k)
         k = problem.round_k(k + 1)
+    found.sort(key=lambda item: item.cost)  # stable: the earlier of equals stays first
+    best = found[0]
+    for start in found[: work.starts]:
+        k = start.num_microbatches
+        better = exchange_rows(problem, start.cell_of_R, k, rounds=work.rounds, width=work.width)
+        best = min(best, _judge(problem, better, k), key=lambda item: item.cost)
+    return best
 
 
-def _fill(problem: Problem, rest: Int64Array, num_cells: int) -> Int64Array | None:
-    if problem.room.layout == "packed":
-        return pack_into(problem, rest, num_cells)
-    low, high = 0, int(problem.costs_R[rest].sum()) * 2
-    high = max(high, int(problem.costs_R[rest[0]]) * rest.size)
-    if int(cut_at(problem, rest, high).max()) >= num_cells:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if int(cut_at(problem, rest, middle).max()) < num_cells:
-            high = middle
-        else:
-            low = middle
-    return _split_empty(problem, cut_at(problem, rest, high), num_cells)
+def _best_fit(problem: Problem, num_microbatches: int) -> list[_Found]:
+    """Best-fit decreasing where it needs no more than K columns."""
+    cells = group_rows(problem, np.arange(problem.num_rows))
+    return _from_lists(problem, cells, num_microbatches)
 
 
-def _split_empty(problem: Problem, cell_of: Int64Array, num_cells: int) -> Int64Array:
-    """Give every cell a row: split the cells with the most rows until there are ``num_cells``."""
-    starts = np.flatnonzero(np.diff(cell_of, prepend=-1)).tolist()
-    cells = [list(range(a, b)) for a, b in zip(starts, [*starts[1:], cell_of.size], strict=True)]
-    while len(cells) < num_cells:
-        most = max(range(len(cells)), key=lambda i: (len(cells[i]), -i))
-        half = (len(cells[most]) + 1) // 2
-        cells[most : most + 1] = [cells[most][:half], cells[most][half:]]
-    out = np.zeros_like(cell_of)
+def _from_lists(problem: Problem, cells: list[Cell], num_microbatches: int) -> list[_Found]:
+    if len(cells) > num_microbatches * problem.num_ranks:
+        return []
+    cell_of_R = np.empty(problem.num_rows, dtype=np.int64)
     for i, cell in enumerate(cells):
-        out[cell] = i
-    return out
+        cell_of_R[cell] = i
+    return [_judge(problem, _fill_empty(problem, cell_of_R, num_microbatches), num_microbatches)]

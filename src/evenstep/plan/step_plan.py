@@ -40,8 +40,8 @@ class StepPlan:
     >>> plan = plan_step([7, 5, 4, 3, 2], num_ranks=2, max_tokens_per_gpu=12, layout="packed")
     >>> for r, cells in enumerate(plan.cells):            # 7+3 beside 5+4+2: one column, K = 1
     ...     print(f"rank {r}:", cells)
-    rank 0: ((0, 3),)
-    rank 1: ((1, 2, 4),)
+    rank 0: ((1, 2, 4),)
+    rank 1: ((0, 3),)
     >>> StepPlan.from_json(plan.to_json()) == plan
     True
     """
