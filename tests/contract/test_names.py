@@ -81,6 +81,13 @@ def test_public_names_are_what_was_promised() -> None:
         assert found[part] == promised[part], part
 
 
+def test_every_configuration_key_is_used() -> None:
+    sources = [path for path in (ROOT / "src").rglob("*.py") if not path.name.startswith("config")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    unused = [f"{section}.{name}" for section, name in known_keys() if not re.search(rf"\.{name}\b", text)]
+    assert unused == []
+
+
 def torch_free_modules() -> Iterator[str]:
     for module in pkgutil.walk_packages(evenstep.__path__, "evenstep."):
         is_torch = module.name.startswith(("evenstep.train", "evenstep.rollout.in_process"))

@@ -6,6 +6,7 @@
 4. Appending after a crash needs the explicit repair and loses only the incomplete line.
 5. NaN, infinities and values a reader would refuse are never written, and a failed write leaves nothing behind.
 6. Reading streams: a wrong line does not hide the lines before it.
+7. docs/files.md names every field.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import FileFormatError
+from evenstep.file_lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
 from evenstep.files import (
     RolloutWriter,
     RowLengths,
@@ -360,3 +362,10 @@ def test_lists_are_written_like_tuples(tmp_path: Path) -> None:
     write_rollouts(tmp_path / "a.jsonl", [make_rollout(calls=(call,))])
     (rollout,) = read_rollouts(tmp_path / "a.jsonl")
     assert rollout.calls[0].output_ids == (2,)
+
+
+def test_the_page_about_files_names_every_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "files.md").read_text(encoding="utf-8")
+    for model in (RolloutLine, CallObject, SamplingObject, RowLine, LengthsLine):
+        for name in model.model_fields:
+            assert f"`{name}`" in page, name

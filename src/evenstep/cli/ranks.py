@@ -16,6 +16,9 @@ from evenstep.report.console import make_reporter
 
 __all__ = ["run_alone", "run_as_rank", "start_ranks"]
 
+# -P: files in the current folder do not stand in for modules, as with the `evenstep` script itself
+RANK_COMMAND = ("-u", "-P", "-m", "evenstep", "train")
+
 
 def run_alone(config: Config, *, resume: bool) -> int:
     """Train in this process; the exit code."""
@@ -49,7 +52,7 @@ def start_ranks(config: Config, *, num_ranks: int, resume: bool, debug: bool) ->
         resolved.write_text(config.resolved(), encoding="utf-8")
         flags = [name for name, is_set in (("--resume", resume), ("--debug", debug)) if is_set]
         try:
-            ended = run_ranks(["-u", "-m", "evenstep", "train", str(resolved), *flags], num_ranks=num_ranks)
+            ended = run_ranks([*RANK_COMMAND, str(resolved), *flags], num_ranks=num_ranks)
         except KeyboardInterrupt:  # before the launcher listens for it
             return _stopped(config, num_ranks, signal.SIGINT)
     if ended.stop_signal is not None:

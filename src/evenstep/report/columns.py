@@ -68,8 +68,8 @@ def _seconds(metrics: Metrics) -> str:
     return "/".join(ABSENT if part is None else f"{part:.1f}" for part in parts)
 
 
-def _metric(name: str) -> Callable[[Metrics], str]:
-    return lambda metrics: number(metrics[name])
+def _metric(name: str, digits: int = 3) -> Callable[[Metrics], str]:
+    return lambda metrics: number(metrics[name], digits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(header="K", width=3, rank=7, text=_metric("num_microbatches")),
     Column(header="padding", width=7, rank=8, text=lambda metrics: _percent(metrics["padding_efficiency"])),
     Column(header="lockstep", width=8, rank=11, text=lambda metrics: _percent(metrics["lockstep_efficiency"])),
-    Column(header="tokens/s", width=8, rank=10, text=_metric("tokens_per_second")),
+    Column(header="tokens/s", width=8, rank=10, text=_metric("tokens_per_second", digits=0)),
     Column(header="grad norm", width=9, rank=12, text=_metric("grad_norm")),
     Column(header="gen/score/train s", width=17, rank=13, text=_seconds),
     Column(header="ETA", width=6, rank=6, text=lambda metrics: duration(metrics["eta_s"])),

@@ -121,7 +121,7 @@ class LiveReporter:
         self._console = console
         self._history = History() if history is None else history
         self._spinner: Spinner | None = Spinner("dots", text=Text("starting"))
-        self._live = Live(get_renderable=self._frame, console=console, refresh_per_second=8)
+        self._live = Live(get_renderable=self._frame, console=console, refresh_per_second=4)
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._history.start(info)

@@ -60,15 +60,14 @@ class History:
 
     def opening(self, info: Mapping[str, Any]) -> str:
         goes_on = f", going on after window {info['first_window']}" if info["first_window"] else ""
-        ranks = f"{info['num_ranks']} rank{'s' if info['num_ranks'] > 1 else ''}"
         return (
-            f"evenstep: {number(info['num_parameters'])} parameters on {ranks}, {info['num_windows']} windows"
-            f"{goes_on}, in {info['folder']}"
+            f"evenstep: {number(info['num_parameters'])} parameters on {_counted(info['num_ranks'], 'rank')}, "
+            f"{_counted(info['num_windows'], 'window')}{goes_on}, in {info['folder']}"
         )
 
     def evaluation_line(self, result: Mapping[str, Any]) -> str:
         scores = ", ".join(f"{text} {result[key]:.3f}" for key, _, text in HELDOUT if result[key] is not None)
-        return f"held-out reward after {result['window']} windows: {scores}"
+        return f"held-out reward after {_counted(result['window'], 'window')}: {scores}"
 
     def summary(self, folder: str) -> Iterator[str]:
         """The last words: what was learned, what a step looked like, where things are."""
@@ -96,7 +95,7 @@ class History:
         if not self.windows:
             return
         num_steps = sum(window["stepped"] for window in self.windows)
-        counts = f"{len(self.windows)} windows, {num_steps} optimizer steps"
+        counts = f"{_counted(len(self.windows), 'window')}, {_counted(num_steps, 'optimizer step')}"
         yield f"What a step looked like ({counts}; median, least to most)"
         for name, text, digits in (
             ("num_rollouts", "rollouts", 0),
@@ -120,3 +119,7 @@ class History:
 def _spread(values: Sequence[float], digits: int) -> str:
     median, least, most = (f"{value:,.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
     return median if least == most else f"{median} ({least} to {most})"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
