@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 import tomli_w
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from evenstep.files import read_rollouts
 
@@ -37,6 +35,9 @@ NUM_COLLECTIONS = 4
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random weights with a tokenizer of characters."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
     folder = tmp_path_factory.mktemp("model")
     special = ["<pad>", "<end>", "<system>", "<user>", "<assistant>", "<unk>"]
     tokenizer = Tokenizer(
