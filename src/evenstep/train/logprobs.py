@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ from evenstep.train.collate import Cell
 __all__ = ["TokenLogprobs", "cell_logprobs"]
 
 # what transformers applies to logits after the output head, by the name of its configuration key
-POST_HEAD_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+POST_HEAD_KEYS = ("logit_scale", "logits_scaling")
+SOFT_CAP_KEY = "final_logit_softcapping"  # cap · tanh(logits / cap), which chunks can do themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +54,26 @@ def cell_logprobs(
         chunk_tokens: trained tokens whose logits exist at once.
         entropy_gradient: whether entropies carry a gradient.
     """
-    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[operator]
+    is_own_group = isinstance(head, FSDPModule)
     config = model.config.to_dict()  # type: ignore[union-attr,operator]
     # a head that the model rescales afterwards, or that is sharded on its own, must run inside its own forward
-    is_own_group = isinstance(head, FSDPModule)
     whole = is_own_group or any(config.get(key) is not None for key in POST_HEAD_KEYS)
+    cap: float | None = config.get(SOFT_CAP_KEY)
     found: list[tuple[Tensor, Tensor]] = []
+
+    def logits_of(hidden_NH: Tensor) -> Tensor:
+        # head.forward and not head(): the call would come back to the hook below
+        logits_NV: Tensor = head.forward(hidden_NH)
+        return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
 
     def before_head(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
         hidden = args[0]
         chosen_NH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, cell.gather_N)
         if whole:
             return (chosen_NH,)
-        # head.forward and not head(): the call would come back to this hook
         settings = (temperature, chunk_tokens, entropy_gradient)
-        found.append(chunked_logprobs(head.forward, chosen_NH, cell.targets_N, *settings))
+        found.append(chunked_logprobs(logits_of, chosen_NH, cell.targets_N, *settings))
         return (hidden[:, :0],)
 
     inputs: dict[str, object] = {"input_ids": cell.input_ids_BT, "use_cache": False}

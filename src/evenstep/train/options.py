@@ -49,6 +49,8 @@ class StepOptions:
     temperature: float = 1.0  # of sampling; logits are divided by it in every pass
     # execution
     max_grad_norm: float | None = None  # clip the summed gradient to this global norm
+    compute_dtype: Literal["float32", "bfloat16"] | None = None  # of the forward; None: the parameters' own
+    activation_checkpointing: bool = False  # recompute each layer's activations in the backward pass: less memory
     sync: str = "last"  # reduce sharded gradients once per window (last) or in every micro-batch (each: less memory)
     logprob_chunk_tokens: int = 1024  # trained tokens whose logits exist at once
 
@@ -57,12 +59,15 @@ class StepOptions:
             "normaliser": NORMALISERS,
             "ratio_unit": ("rollout", "segment"),
             "kl_estimator": ("k2", "k3"),
+            "compute_dtype": (None, "float32", "bfloat16"),
             "sync": ("last", "each"),
         }
         for name, allowed in choices.items():
             if self._value(name) not in allowed:
                 hint = "; k1 has no gradient on-policy" if name == "kl_estimator" else ""
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, found {self._value(name)!r}{hint}")
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(map(str, allowed))}, found {self._value(name)!r}{hint}"
+                )
         if isinstance(self.loss, str) and self.loss not in LOSSES:
             raise ConfigError(f"unknown loss {self.loss!r}; choose one of {', '.join(LOSSES)}, or pass a function")
         lowest = {

@@ -106,6 +106,9 @@ class Trainer:
             distributed.use_gradient_sums(model)
         else:
             distributed.agree("initial parameters", _fingerprint(model))
+        if self.options.activation_checkpointing:
+            _refuse_dropout(model)
+            model.activation_checkpointing_enable({"use_reentrant": False})
         self._pending: PreparedWindow | None = None
 
     def prepare(
@@ -247,14 +250,16 @@ class Trainer:
         return window
 
     def _logprobs(self, cell: Cell) -> TokenLogprobs:
-        self.model.eval()  # no dropout in any pass
-        return cell_logprobs(
-            self.model,
-            cell,
-            temperature=self.options.temperature,
-            chunk_tokens=self.options.logprob_chunk_tokens,
-            entropy_gradient=self.options.entropy_coef != 0.0,
-        )
+        # evaluation mode: no dropout in any pass; checkpointed layers recompute in training mode only
+        self.model.train(self.options.activation_checkpointing and torch.is_grad_enabled())
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.compute_dtype == "bfloat16"):
+            return cell_logprobs(
+                self.model,
+                cell,
+                temperature=self.options.temperature,
+                chunk_tokens=self.options.logprob_chunk_tokens,
+                entropy_gradient=self.options.entropy_coef != 0.0,
+            )
 
     def _rollout_log_ratios(self, window: PreparedWindow) -> dict[Hashable, float] | None:
         """gspo by rollout: its mean log-ratio at the current weights, over rows in other cells and ranks too."""
@@ -276,6 +281,17 @@ def _log_ratio(row: Row, logprobs_T: Tensor) -> float:
     """Sum of current minus old log-probs over a row's trained tokens."""
     assert row.old_logprobs is not None
     return float((logprobs_T.double().numpy() - row.old_logprobs)[row.loss_mask].sum())
+
+
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    """Activation checkpointing runs in training mode, where dropout would be active."""
+    settings = {k: v for k, v in model.config.to_dict().items() if "dropout" in k and isinstance(v, (int, float)) and v}
+    active = {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p}
+    if settings or active:
+        raise ConfigError(
+            f"activation_checkpointing needs a model without dropout, found {settings or active}; set it to 0 in the "
+            f"model's configuration before loading it"
+        )
 
 
 def _master_dtype(model: nn.Module) -> torch.dtype:
