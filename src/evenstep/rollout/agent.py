@@ -64,15 +64,18 @@ class _Recorder:
     options: AgentOptions
     identity: RolloutIdentity
     calls: list[Call] = field(default_factory=list[Call])
-    num_segments: int = 1
     break_reason: BreakReason | None = None  # of the next call
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that calls were made in: one, and one more for every call that declares a break."""
+        return 1 + sum(call.break_reason is not None for call in self.calls)
 
     def start_segment(self) -> None:
         if self.num_segments == self.options.max_segments:
             raise _TruncatedError(
                 f"max_segments = {self.options.max_segments} segments are full and the episode goes on"
             )
-        self.num_segments += 1
         self.break_reason = "compaction"
 
     async def call(self, prompt_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:

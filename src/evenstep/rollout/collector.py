@@ -170,7 +170,7 @@ def close_collection(
             its id.
     """
     expected = slots_of(collection=collection, num_prompts=num_prompts, num_generations=num_generations)
-    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    by_id = {rollout.rollout_id: _closed(rollout) for rollout in rollouts}
     promise = (
         f"collection {collection} closes with exactly {num_prompts} × {num_generations} = {len(expected)} rollouts"
     )
@@ -204,7 +204,7 @@ def close_collection(
         )
     groups: list[Group] = []
     for start in range(0, len(expected), num_generations):
-        members = tuple(_closed(by_id[rollout_id_of(slot)]) for slot in expected[start : start + num_generations])
+        members = tuple(by_id[rollout_id_of(slot)] for slot in expected[start : start + num_generations])
         prompts = sorted({member.prompt_id for member in members})
         if len(prompts) > 1:
             raise CollectionError(
