@@ -21,7 +21,9 @@ from evenstep.types import Int64Array
 
 __all__ = ["cut_rows", "cut_to_caps", "runs_of"]
 
+_TRIAL_CELLS = 50  # what a trial costs besides its cells
 _SAMPLE_ROWS = 8192  # caps are searched on about this many rows when there are more
+_MOVES_PER_ROW = 100
 _SCAN_LEVELS = tuple(range(800, 1400, 25))  # per mille of the mean cell
 _SCAN_BEST = 12  # levels whose stairs are tried
 _SCAN_STAIRS = (30, 60, 100)  # per mille of the last cap between one cap and the next
@@ -108,7 +110,7 @@ class _Search:
             which = int(draw.random() * len(self.caps))
             factor = _PER_MILLE[int(draw.random() * len(_PER_MILLE))]
             self.try_caps(self._scaled((which,) if which else everywhere, factor))
-            work -= self.num_cells
+            work -= self.num_cells + _TRIAL_CELLS
 
     def _scaled(self, which: range | tuple[int], per_mille: int) -> list[int]:
         return [max(1, cap * per_mille // 1000) if i in which else cap for i, cap in enumerate(self.caps)]
@@ -152,7 +154,9 @@ def cut_rows(
     starts, _ = cut_to_caps(runs, caps)
     num_microbatches = problem.round_k(-(-len(starts) // problem.num_ranks))
     starts = _split_largest(runs, starts, num_microbatches * problem.num_ranks)
-    starts = move_cuts(runs, starts, moves=min(10 * moves, moves * 1000 // len(starts)))
+    starts = move_cuts(
+        runs, starts, moves=min(moves * 1000 // len(starts), 10 * moves, _MOVES_PER_ROW * problem.num_rows)
+    )
     begins = np.zeros(problem.num_rows, dtype=np.int64)
     begins[starts[1:]] = 1
     return np.cumsum(begins), num_microbatches
