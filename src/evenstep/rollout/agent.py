@@ -33,7 +33,7 @@ class AgentOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_context_tokens", "max_tokens_per_call", "max_calls", "max_segments"):
-            value: int = self.__getattribute__(name)
+            value: int = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"rollout.{name} must be at least 1, found {value}")
         if self.temperature < 0:

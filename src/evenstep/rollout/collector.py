@@ -162,6 +162,18 @@ def close_collection(
     Groups are in order of their occurrence, rollouts in order of their generation, whatever the order given. A failed
     rollout keeps its slot, without calls and without a reward.
 
+    >>> def rollout(occurrence, generation):
+    ...     return Rollout(rollout_id=f"c0/p{occurrence}/g{generation}", group_id=f"c0/p{occurrence}", prompt_id="t",
+    ...                    reward=1.0)
+    >>> collection = close_collection([rollout(1, 0), rollout(0, 0)], collection=0, num_prompts=2, num_generations=1)
+    >>> [group.group_id for group in collection.groups]
+    ['c0/p0', 'c0/p1']
+    >>> close_collection([rollout(1, 0)], collection=0, num_prompts=2, num_generations=1)
+    Traceback (most recent call last):
+        ...
+    evenstep.errors.CollectionError: collection 0 closes with exactly 2 × 1 = 2 rollouts; 1 were given, and these \
+slots have none: c0/p0/g0; generate them, or give every slot a rollout (one with status 'failed' counts)
+
     Args:
         weight_version: the weights that every call must come from; None does not check.
 
@@ -231,6 +243,17 @@ def windows_of(
     """The windows of a collection: ``rollouts_per_window`` rollouts each, whole groups, every epoch a pass over all.
 
     The number of windows follows from rollouts alone, never from their rows: P · G / rollouts_per_window per epoch.
+
+    >>> def group(name):
+    ...     rollouts = tuple(Rollout(rollout_id=f"{name}/g{g}", group_id=name, prompt_id="t", reward=1.0) for g in (0, 1))
+    ...     return Group(group_id=name, prompt_id="t", rollouts=rollouts)
+    >>> collection = Collection(collection=0, groups=(group("c0/p0"), group("c0/p1")))
+    >>> for window in windows_of(collection, rollouts_per_window=2, epochs=2, first_window=6):
+    ...     print(window.window, window.epoch, [rollout.rollout_id for rollout in window.rollouts])
+    6 0 ['c0/p0/g0', 'c0/p0/g1']
+    7 0 ['c0/p1/g0', 'c0/p1/g1']
+    8 1 ['c0/p0/g0', 'c0/p0/g1']
+    9 1 ['c0/p1/g0', 'c0/p1/g1']
 
     Raises:
         CollectionError: the rollouts do not divide into such windows, or a window would cut a group.

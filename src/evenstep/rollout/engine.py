@@ -56,16 +56,8 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class BatchEngine(Protocol):
+class BatchEngine(Engine, Protocol):
     """An engine that serves a whole batch in one blocking call, rows in the order given."""
-
-    @property
-    def max_context_tokens(self) -> int: ...
-
-    @property
-    def weight_version(self) -> int: ...
-
-    async def generate(self, request: Request) -> Completion: ...
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Completion]: ...
 
