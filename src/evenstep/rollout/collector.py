@@ -245,7 +245,8 @@ def windows_of(
     The number of windows follows from rollouts alone, never from their rows: P · G / rollouts_per_window per epoch.
 
     >>> def group(name):
-    ...     rollouts = tuple(Rollout(rollout_id=f"{name}/g{g}", group_id=name, prompt_id="t", reward=1.0) for g in (0, 1))
+    ...     ids = (f"{name}/g0", f"{name}/g1")
+    ...     rollouts = tuple(Rollout(rollout_id=i, group_id=name, prompt_id="t", reward=1.0) for i in ids)
     ...     return Group(group_id=name, prompt_id="t", rollouts=rollouts)
     >>> collection = Collection(collection=0, groups=(group("c0/p0"), group("c0/p1")))
     >>> for window in windows_of(collection, rollouts_per_window=2, epochs=2, first_window=6):
