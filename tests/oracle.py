@@ -100,15 +100,16 @@ def oracle_step(
     for row in rows:
         ids = [int(token) for token in row.token_ids]
         logits_TV = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        logprobs_TV = logits_TV - torch.logsumexp(logits_TV, dim=1, keepdim=True)
+        entropies_T = -(logprobs_TV.exp() * logprobs_TV).detach().double().sum(dim=1)
         logprobs[row.row_id] = torch.zeros(len(ids), dtype=logits_TV.dtype)
         terms = []
         for t in range(len(ids)):
             if not row.loss_mask[t]:
                 continue
-            logprob_V = logits_TV[t - 1] - torch.logsumexp(logits_TV[t - 1], dim=0)
-            logprob = logprob_V[ids[t]]
+            logprob = logprobs_TV[t - 1, ids[t]]
             logprobs[row.row_id][t] = logprob.detach()
-            entropy_sum -= float((logprob_V.exp() * logprob_V).detach().double().sum())
+            entropy_sum += float(entropies_T[t - 1])
             advantage = float(row.advantage if isinstance(row.advantage, float) else row.advantage[t])
             old = logprob.detach() if row.old_logprobs is None else float(row.old_logprobs[t])
             token_loss, is_clipped, deviation = ppo_clip(logprob, old, advantage, clip_low, clip_high)

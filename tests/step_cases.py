@@ -29,6 +29,8 @@ class StepCase:
     optimizer: str = "SGD"
     optimizer_args: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.1})
     num_steps: int = 1  # windows of the same rows, each followed by an optimizer step
+    keeps_weights: bool = False
+    forbids_float32: bool = False  # fail on any float32 tensor in forward_backward; triples the time
 
     @property
     def is_float64(self) -> bool:
@@ -57,7 +59,7 @@ class CaseOutcome:
     own_logprobs: dict[Hashable, Tensor]  # of the rows that ran here
     metrics: dict[str, Any]
     cells: tuple[Any, ...]  # cells[rank][k]
-    weights: list[dict[str, Tensor]]  # before the first and after each optimizer step
+    weights: list[dict[str, Tensor]]  # if kept: before the first and after each optimizer step
     stepped: tuple[bool, ...]
     skip_reasons: tuple[str | None, ...]
     grad_norms: tuple[float, ...]
@@ -69,11 +71,13 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach().clone()
 
 
+def whole_weights(model: Any) -> dict[str, Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
 def run_case(case: StepCase) -> CaseOutcome:
     with case.precision():
-        model, trainer = build(case)
-        with no_float32() if case.is_float64 else contextlib.nullcontext():
-            return _run(case, model, trainer)
+        return run_built(case, *build(case))
 
 
 def run_cases(cases: Sequence[StepCase]) -> list[CaseOutcome]:
@@ -97,19 +101,21 @@ def build(case: StepCase) -> tuple[Any, Any]:
     return model, evenstep.train.Trainer(model, optimizer, **case.trainer)
 
 
-def _run(case: StepCase, model: Any, trainer: evenstep.train.Trainer) -> CaseOutcome:
-    weights = [{name: whole(parameter) for name, parameter in model.named_parameters()}]
+def run_built(case: StepCase, model: Any, trainer: evenstep.train.Trainer) -> CaseOutcome:
+    weights = [whole_weights(model)] if case.keeps_weights else []
     gradient: dict[str, Tensor] = {}
     steps = []
     for step in range(case.num_steps):
-        result = trainer.forward_backward(case.rows, voters=case.voters)
+        with no_float32() if case.forbids_float32 else contextlib.nullcontext():
+            result = trainer.forward_backward(case.rows, voters=case.voters)
         if step == 0:
             first = result
             logprobs = dict(trainer.gather(result.logprobs))
             for name, parameter in model.named_parameters():
-                gradient[name] = torch.zeros_like(weights[0][name]) if parameter.grad is None else whole(parameter.grad)
+                gradient[name] = whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         steps.append(trainer.optim_step())
-        weights.append({name: whole(parameter) for name, parameter in model.named_parameters()})
+        if case.keeps_weights:
+            weights.append(whole_weights(model))
     return CaseOutcome(
         loss=float(first.loss),
         gradient=gradient,

@@ -20,7 +20,8 @@ from tiny_models import tiny_model, true_float64
 from tiny_rows import make_rows, with_garbage, with_old_logprobs
 
 WORLD_SIZES = (1, 2, 3, 4)
-# layout and how large a micro-batch is: with budget 12 the longest rows (14 tokens) stand alone, over the budget
+SEGMENTS = ((1, 3), (2, 2), (1, 1))  # 10 rows
+# layout and how large a micro-batch is: with budget 12 the longest rows (13 tokens) stand alone, over the budget
 SHAPES: dict[str, dict[str, Any]] = {
     **{f"padded-{n}": {"layout": "padded", "max_tokens_per_gpu": n} for n in (12, 30, 200)},
     **{f"packed-{n}": {"layout": "packed", "max_tokens_per_gpu": n} for n in (12, 30, 200)},
@@ -78,7 +79,7 @@ def build_case(point: Mapping[str, Any], seed: int = 0) -> StepCase:
     model = {"family": point["family"], "dtype": point.get("dtype", torch.float64), "seed": seed}
     if model["dtype"] == torch.float32:
         model["scale"] = 0.15
-    rows = make_rows(seed=seed, has_uneven_advantages=point["advantage"] == "token")
+    rows = make_rows(SEGMENTS, seed=seed, max_tokens=13, has_uneven_advantages=point["advantage"] == "token")
     with true_float64():
         rows = WINDOWS[point["window"]](rows, tiny_model(**(model | {"dtype": torch.float64})))
     voters = None
@@ -92,6 +93,7 @@ def build_case(point: Mapping[str, Any], seed: int = 0) -> StepCase:
         model=model,
         trainer=trainer | {"pad_to_multiple": point["multiple"]},
         is_sharded=point["is_sharded"],
+        forbids_float32=point["world_size"] == 2 and model["dtype"] == torch.float64,
     )
 
 

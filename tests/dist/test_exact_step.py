@@ -3,7 +3,7 @@
 1. In float64, for every rank count × layout × budget × (replicated, FSDP2), and pairwise over windows (old log-probs or
    none, garbage in masked slots, shuffled rows, fewer rows than ranks, all rows but one masked, voters without rows),
    normalisers, model families, pad multiples, clip ranges and per-token advantages: loss, whole gradient, metrics and
-   per-row log-probs equal the oracle to 1e-12, and no float32 tensor appears.
+   per-row log-probs equal the oracle to 1e-12, and (on 2 ranks) no float32 tensor appears.
 2. Every rank reports the same loss, gradient, metrics and gathered log-probs; each row ran on exactly one rank.
 3. In float32: 1e-6 against the float32 one-row run, 5e-6 against float64.
 4. Mean of means and a forgotten sum over ranks give another gradient, by far more than the tolerance.
@@ -31,7 +31,7 @@ FLOAT32_FACTORS = FACTORS | {
     "shape": ("padded-30", "packed-30", "fixed-2"),
     "dtype": (torch.float32,),
 }
-FLOAT32_POINTS = covering(FLOAT32_FACTORS, ("world_size", "shape", "is_sharded"))[:20]
+FLOAT32_POINTS = covering(FLOAT32_FACTORS, ("world_size", "shape", "is_sharded"))[:12]
 METRICS = ("entropy", "clip_fraction", "ratio_max_deviation")
 
 

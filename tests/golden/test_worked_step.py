@@ -37,10 +37,13 @@ def outcomes() -> dict[str, tuple[StepCase, list[CaseOutcome]]]:
             trainer={"layout": "fixed", "micro_batch_rows": 1, "pad_scope": pad_scope},
             is_sharded=is_sharded,
             optimizer_args={"lr": LR},
+            keeps_weights=True,
+            forbids_float32=(window, pad_scope) == ("worked", "group"),
         )
         for window, rows in windows.items()
         for pad_scope in ("group", "window")
         for is_sharded in (False, True)
+        if window == "worked" or not is_sharded
     ]
     by_rank = run_ranks(run_cases, 4, cases)
     return {case.name: (case, [found[i] for found in by_rank]) for i, case in enumerate(cases)}
@@ -63,11 +66,15 @@ def test_cells_and_counts(kind: str) -> None:
     assert metrics["num_trained_tokens"] == sum(row.num_trained_tokens for row in case.rows)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded"])
-@pytest.mark.parametrize("pad_scope", ["group", "window"])
-@pytest.mark.parametrize("window", ["worked", "five-one-one"])
-def test_equals_the_oracle(window: str, pad_scope: str, kind: str) -> None:
-    case, by_rank = outcomes()[f"{window} {pad_scope} {kind}"]
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"worked {scope} {kind}" for scope in ("group", "window") for kind in ("replicated", "sharded")),
+        *(f"five-one-one {scope} replicated" for scope in ("group", "window")),
+    ],
+)
+def test_equals_the_oracle(name: str) -> None:
+    case, by_rank = outcomes()[name]
     expected = case.oracle()
     assert 0.1 < expected.metrics["clip_fraction"] < 0.9
     weights = oracle.sgd_step(by_rank[0].weights[0], expected.gradient, lr=LR)
