@@ -39,7 +39,7 @@ class ReasoningTasksOptions:
 def _question(options: ReasoningTasksOptions, seed: int) -> tuple[Any, Mapping[str, Any]]:
     """(scorer, entry) of the one question with this seed."""
     try:
-        import reasoning_gym
+        import reasoning_gym  # pyright: ignore[reportMissingImports] -- an extra
     except ImportError as error:
         raise ConfigError("environment 'reasoning_gym' needs the extra: pip install 'evenstep[envs]'") from error
     try:

@@ -21,6 +21,7 @@ __all__ = [
     "agree",
     "broadcast",
     "copy_full_weights",
+    "device",
     "exchange",
     "full_gradient_norm",
     "gather",
@@ -219,6 +220,11 @@ def start(timeout_s: float) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def device() -> torch.device:
+    """Where this rank computes: the GPU that ``start`` chose, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _all_gather(local: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,7 +57,12 @@ class Counters:
     optimizer_step: int = 0  # of them, those that moved the weights
 
 
-def run_training(config: Config, *, resume: bool = False, reporter: Reporter | None = None) -> None:
+Credit = Callable[[Sequence[Rollout]], Mapping[str, float]]  # a window's rollouts -> advantage by rollout id
+
+
+def run_training(
+    config: Config, *, resume: bool = False, reporter: Reporter | None = None, credit: Credit | None = None
+) -> None:
     """Train as configured; every rank calls this with the same arguments, under torchrun or alone.
 
     Args:
@@ -64,16 +70,18 @@ def run_training(config: Config, *, resume: bool = False, reporter: Reporter | N
         resume: go on from the newest checkpoint of the run folder; rollouts that were generated after it and not yet
             trained are taken from disk.
         reporter: shown to the user by rank 0.
+        credit: advantages of a window's voting rollouts; None: the configured estimator.
 
     Raises:
         EvenstepError: see its subclasses; what was finished before stays on disk and can be resumed.
     """
-    _Run(config, reporter).train(resume=resume)
+    _Run(config, reporter, credit).train(resume=resume)
 
 
 class _Run:
-    def __init__(self, config: Config, reporter: Reporter | None) -> None:
+    def __init__(self, config: Config, reporter: Reporter | None, credit: Credit | None) -> None:
         self.config = config
+        self.credit = credit or partial(rollout_advantages, estimator=config.credit.estimator)
         self.folder = Path(config.run.dir)
         self.rank, self.num_ranks = distributed.rank_and_size()
         self.reporter = reporter if self.rank == 0 else None
@@ -86,10 +94,11 @@ class _Run:
         dtype = torch.float32
         with distributed.rank_zero_first():  # converting packaged weights happens once
             model, self.tokenizer = load_model(config.model.path, dtype=dtype)
+        model.to(distributed.device())
         self.sampler = model
         if train.sharding == "fsdp2":
             # the engine needs whole weights, so each rank keeps a copy that is refreshed after every step
-            self.sampler = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+            self.sampler = AutoModelForCausalLM.from_config(model.config, dtype=dtype).to(model.device)
             self.sampler.load_state_dict(model.state_dict())
             distributed.shard(model)
         self.model = model
@@ -269,8 +278,7 @@ class _Run:
         return [None if w is None else w.with_old_logprobs(values) for w, values in pairs]
 
     def _prepare(self, window: Window, *, scoring: bool) -> PreparedWindow | None:
-        advantages = rollout_advantages(window.rollouts, self.config.credit.estimator)
-        rows = rows_of(window.rollouts, advantages)
+        rows = rows_of(window.rollouts, self.credit(window.rollouts))
         if not rows:
             return None
         voters: dict[Hashable, Hashable] = {r.rollout_id: r.group_id for r in window.rollouts if r.is_voter}
