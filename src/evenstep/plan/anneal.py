@@ -31,7 +31,7 @@ def move_cuts(runs: Runs, starts: list[int], *, moves: int, seed: int = 0) -> li
     if moves < _LEAST_MOVES or num_cells < 2:
         return starts
     costs, most_rows, num_ranks = runs.costs, runs.most_rows, runs.num_ranks
-    draw = random.Random(seed).random  # the same sequence in every Python version
+    draw = random.Random(seed).random  # the same draws in every Python version
     cuts = [*starts, len(costs)]
     cell_costs = [(cuts[i + 1] - cuts[i]) * costs[cuts[i]] for i in range(num_cells)]
     ascending = sorted(cell_costs)

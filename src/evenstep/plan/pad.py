@@ -22,7 +22,7 @@ from evenstep.types import Int64Array
 __all__ = ["cut_rows", "cut_to_caps", "runs_of"]
 
 _TRIAL_CELLS = 50  # what a trial costs besides its cells
-_SAMPLE_ROWS = 8192  # caps are searched on about this many rows when there are more
+_SUBSET_ROWS = 8192  # caps are searched on about this many rows when there are more
 _MOVES_PER_ROW = 100
 _SCAN_LEVELS = tuple(range(800, 1400, 25))  # per mille of the mean cell
 _SCAN_BEST = 12  # levels whose stairs are tried
@@ -135,18 +135,18 @@ def cut_rows(
 ) -> tuple[Int64Array, int]:
     """[R] Cell of each row, and K, which starts at ``num_microbatches`` and may grow under a budget.
 
-    ``work`` bounds the cells that trial cuts make, once on a sample of the rows and once on all; ``moves`` bounds the
+    ``work`` bounds the cells that trial cuts make, once on a subset of the rows and once on all; ``moves`` bounds the
     exchanges between neighbouring cells times a thousand cells.
     """
-    step = _sample_step(problem)
+    step = _subset_step(problem)
     longest = int(problem.costs_R[0])
     most = longest * problem.num_rows
     limit = None if problem.room.capacity is not None else num_microbatches
     caps = [longest] * num_caps + [most]
-    for sample in (step, 1) if step > 1 else (1,):
-        search = _Search(problem=problem, runs=runs_of(problem, sample), most_microbatches=limit, caps=caps)
+    for stride in (step, 1) if step > 1 else (1,):
+        search = _Search(problem=problem, runs=runs_of(problem, stride), most_microbatches=limit, caps=caps)
         search.try_caps(caps)
-        if sample == step:
+        if stride == step:
             search.scan(num_microbatches, most)
         search.climb(work)
         caps = search.caps
@@ -174,9 +174,9 @@ def runs_of(problem: Problem, step: int) -> Runs:
     )
 
 
-def _sample_step(problem: Problem) -> int:
+def _subset_step(problem: Problem) -> int:
     """Largest divisor of the ranks that leaves enough rows."""
-    most = problem.num_rows // _SAMPLE_ROWS
+    most = problem.num_rows // _SUBSET_ROWS
     return max((d for d in range(1, most + 1) if problem.num_ranks % d == 0), default=1)
 
 

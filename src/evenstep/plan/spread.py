@@ -28,22 +28,33 @@ class _Work:
     extra_microbatches: int  # K is tried up to this many above its bound
     levels: tuple[int, ...]  # per mille of the level that the bound implies
     starts: int  # partitions that are improved by exchanges
-    rounds: int  # rounds of exchanges
+    exchanges: int  # cells times rounds of exchanges, for each of these partitions
+    most_rounds: int  # rounds of exchanges at most
     width: int  # rows of a cell that an exchange looks at
     cuts: int  # padded: cells that trial cuts may make
     caps: int  # padded: caps besides the level's
     moves: int  # padded: moves of cuts, for a thousand cells
 
 
+_LEAST_ROUNDS = 4
 _WORK: dict[Effort, _Work] = {
     "default": _Work(
-        extra_microbatches=1, levels=(950, 1000), starts=1, rounds=4, width=8, cuts=20_000, caps=4, moves=2_000
+        extra_microbatches=1,
+        levels=(950, 1000),
+        starts=1,
+        exchanges=4_000,
+        most_rounds=40,
+        width=8,
+        cuts=20_000,
+        caps=4,
+        moves=2_000,
     ),
     "high": _Work(
         extra_microbatches=2,
         levels=(930, 950, 980, 1000, 1010, 1030),
         starts=3,
-        rounds=40,
+        exchanges=33_000,
+        most_rounds=200,
         width=16,
         cuts=300_000,
         caps=4,
@@ -115,24 +126,39 @@ def _padded(problem: Problem, work: _Work) -> _Found:
 def _packed(problem: Problem, work: _Work) -> _Found:
     """Try a few K and levels, then improve the best partitions by exchanges."""
     found: list[_Found] = []
-    k = lower_bounds(problem).num_microbatches
-    last = k if problem.room.capacity is None else problem.round_k(k + work.extra_microbatches)
-    while k <= last or not found:
+    for k in _counts_to_try(problem, work.extra_microbatches):
         profile = heads_and_level(problem, k)
         for per_mille in work.levels:
             cell_of_R = pack_to_targets(problem, profile, k, max(1, profile.level * per_mille // 1000))
             if cell_of_R is not None:
                 found.append(_judge(problem, _fill_empty(problem, cell_of_R, k), k))
-        if not found:
-            found += _best_fit(problem, k)
+    k = lower_bounds(problem).num_microbatches
+    while not found:
+        found += _best_fit(problem, k)
         k = problem.round_k(k + 1)
     found.sort(key=lambda item: item.cost)  # stable: the earlier of equals stays first
     best = found[0]
     for start in found[: work.starts]:
         k = start.num_microbatches
-        better = exchange_rows(problem, start.cell_of_R, k, rounds=work.rounds, width=work.width)
+        rounds = min(work.most_rounds, max(_LEAST_ROUNDS, work.exchanges // (k * problem.num_ranks)))
+        better = exchange_rows(problem, start.cell_of_R, k, rounds=rounds, width=work.width)
         best = min(best, _judge(problem, better, k), key=lambda item: item.cost)
     return best
+
+
+def _counts_to_try(problem: Problem, extra: int) -> list[int]:
+    """K at its bound, up to ``extra`` above, and where rows over 1/3, 1/4, 1/5 of the budget go 1, 2, 3 to a cell."""
+    least = lower_bounds(problem).num_microbatches
+    capacity = problem.room.capacity
+    if capacity is None:
+        return [least]
+    counts = {problem.round_k(least + i) for i in range(extra + 1)}
+    for share in (1, 2, 3):
+        num_large = int(np.searchsorted(-problem.widths_R, -(capacity // (share + 2)), side="left"))
+        even = problem.round_k(-(-num_large // (share * problem.num_ranks)))
+        if least < even <= least + max(1, least // 4):
+            counts.add(even)
+    return sorted(counts)
 
 
 def _best_fit(problem: Problem, num_microbatches: int) -> list[_Found]:
