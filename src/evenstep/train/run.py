@@ -94,11 +94,11 @@ class _Run:
         dtype = torch.float32
         with distributed.rank_zero_first():  # converting packaged weights happens once
             model, self.tokenizer = load_model(config.model.path, dtype=dtype)
-        model.to(distributed.device())
+        cast(torch.nn.Module, model).to(distributed.device())
         self.sampler = model
         if train.sharding == "fsdp2":
             # the engine needs whole weights, so each rank keeps a copy that is refreshed after every step
-            self.sampler = AutoModelForCausalLM.from_config(model.config, dtype=dtype).to(model.device)
+            self.sampler = AutoModelForCausalLM.from_config(model.config, dtype=dtype).to(distributed.device())
             self.sampler.load_state_dict(model.state_dict())
             distributed.shard(model)
         self.model = model
