@@ -2,9 +2,9 @@
 
     python benchmarks/demo_controls.py --seeds 0 1 2 --out runs/controls
 
-Arms: ``train`` is examples/ledger.toml as it stands; ``shuffled`` the same with the advantages of each window dealt out at
-random among its rollouts; ``blank`` the trained policy with its notes thrown away when they are written; ``supervised`` the
-warm start's own training continued for as many steps as the demo takes. Prints a Markdown table of held-out scores.
+Arms: ``train`` is examples/ledger.toml as it stands; ``shuffled`` the same with the advantages of each window dealt out
+at random among its rollouts; ``blank`` the trained policy with its notes thrown away when they are written;
+``supervised`` the warm start's own training continued for as many steps as the demo takes. Prints held-out scores.
 """
 
 from __future__ import annotations

@@ -36,10 +36,12 @@ class Slot:
 
 
 def group_id_of(slot: Slot) -> str:
+    """The id of the group that a slot belongs to: one occurrence of a prompt in one collection."""
     return f"c{slot.collection}/p{slot.occurrence}"
 
 
 def rollout_id_of(slot: Slot) -> str:
+    """The id of the rollout that fills a slot, whatever the attempt."""
     return f"{group_id_of(slot)}/g{slot.generation}"
 
 
