@@ -85,21 +85,34 @@ def test_permuting_many_rows_permutes_the_plan(request, seed: int) -> None:
 @given(
     st.lists(st.integers(1, 500), min_size=1, max_size=40),
     st.integers(1, 5),
-    st.sampled_from(["padded", "packed"]),
+    st.sampled_from(["padded", "packed", "fixed"]),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_windows_are_planned_one_by_one(lengths, num_windows, layout, rnd) -> None:
+def test_windows_are_planned_one_by_one(lengths, num_windows, layout, is_local, rnd) -> None:
     rows = list(range(len(lengths)))
     rnd.shuffle(rows)
     windows = [part for part in (rows[i::num_windows] for i in range(num_windows)) if part]
     options = {"num_ranks": 3, "max_tokens_per_gpu": 700, "layout": layout}
-    plans = plan_step(lengths, windows=windows, **options)
+    homes = [rnd.randrange(3) for _ in lengths]
+
+    def placement(part: list[int]) -> dict:
+        if not is_local:
+            return {}
+        return {
+            "placement": "local",
+            "rank_rows": [[i for i, row in enumerate(part) if homes[row] == rank] for rank in range(3)],
+        }
+
+    options |= {"placement": "local" if is_local else "global"}
+    every_row = list(range(len(lengths)))
+    plans = plan_step(lengths, windows=windows, **{**options, **placement(every_row)})
     assert len(plans) == len(windows)
     for part, plan in zip(windows, plans, strict=True):
         assert plan.rows == tuple(sorted(part))
         assert_promises(plan, lengths, part, options)
         plan.check(lengths)
-        alone = plan_step([lengths[i] for i in sorted(part)], **options)
+        alone = plan_step([lengths[i] for i in sorted(part)], **{**options, **placement(sorted(part))})
         assert plan.cells == tuple(tuple(tuple(sorted(part)[i] for i in c) for c in rank) for rank in alone.cells)
 
 

@@ -47,7 +47,7 @@ class Problem:
 
     def costs_of_widths(self, widths: Int64Array) -> Int64Array:
         """Cost of a row of each width, without c0."""
-        return np.rint(self.cost.row_costs(widths) * self.scale).astype(np.int64)
+        return _to_units(self.cost, widths, self.scale)
 
     @property
     def num_overlong(self) -> int:
@@ -84,6 +84,10 @@ def fixed_point_scale(cost: CostModel, room: Room, longest: int, num_rows: int, 
     return 2.0 ** (_COST_BITS - math.frexp(most)[1])
 
 
+def _to_units(cost: CostModel, widths: Int64Array, scale: float) -> Int64Array:
+    return np.rint(cost.row_costs(widths) * scale).astype(np.int64)
+
+
 def make_problem(
     rows: Int64Array,
     lengths_R: Int64Array,
@@ -108,7 +112,7 @@ def make_problem(
         order_R=rows[order],
         lengths_R=lengths,
         widths_R=widths,
-        costs_R=np.rint(cost.row_costs(widths) * scale).astype(np.int64),
+        costs_R=np.maximum(1, _to_units(cost, widths, scale)),  # no row is free, however long the others are
         c0=round(cost.c0 * scale),
         c1=cost.c1 * scale,
         scale=scale,

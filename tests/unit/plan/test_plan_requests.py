@@ -213,6 +213,17 @@ def test_refining_has_its_limits() -> None:
             refine_plan(plan, [5, 4, 3], time_limit_s=limit)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "fixed"])
+@pytest.mark.parametrize("most", [None, 2**20])
+def test_extreme_lengths_together(layout: str, most: int | None) -> None:
+    lengths = [2**31 - 1] * 3 + [1] * 50
+    plan = plan_step(lengths, num_ranks=4, max_tokens_per_gpu=most, layout=layout)
+    assert sorted(i for rank in plan.cells for cell in rank for i in cell) == list(range(53))
+    assert len(plan.overlong) == (0 if most is None else 3)
+    free = plan_step([5] * 40, num_ranks=3, max_tokens_per_gpu=20, cost=CostModel(c0=1e12, c1=1e-9, c2=0.0))
+    assert free.num_microbatches == 4
+
+
 def test_numpy_integers() -> None:
     plain = plan_step([5, 4, 3], num_ranks=2, max_tokens_per_gpu=8)
     array = plan_step(np.array([5, 4, 3], dtype=np.uint16), num_ranks=np.int64(2), max_tokens_per_gpu=np.int32(8))
