@@ -100,6 +100,28 @@ def test_company_equals_alone(layout: str, family: str) -> None:
         assert torch.allclose(alone, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_start_at_0_for_each_row(layout: str) -> None:
+    """Rotary embeddings see only differences of positions, so log-probs cannot show this; other models would."""
+    rows, seen = window(), []
+    with true_float64():
+        model, trainer = build(case(rows, layout, "qwen3"))
+
+        def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
+
+        model.model.rotary_emb.register_forward_pre_hook(see, with_kwargs=True)
+        cells = trainer.forward_backward(rows).plan.cells[0]
+    for positions, cell in zip(seen, cells, strict=True):
+        flat = positions[0].tolist()
+        multiple = LAYOUTS[layout].get("pad_to_multiple", 1)
+        shares = [-(-rows[i].num_tokens // multiple) * multiple for i in cell]
+        if layout.startswith("packed"):
+            assert flat == [t for share in shares for t in range(share)]
+        else:
+            assert flat == list(range(max(shares)))
+
+
 def test_without_boundaries_the_neighbours_show() -> None:
     rows = window()[:3]
     kept = 2
