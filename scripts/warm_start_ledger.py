@@ -52,9 +52,9 @@ Example = tuple[Sequence[int], Sequence[int]]  # token ids, and 1 where the toke
 class Habits:
     """How often a note keeps the asked entry, by where the note-taker has it from."""
 
-    last_page: float = 0.8
+    last_page: float = 0.85
     earlier_page: float = 0.3
-    earlier_note: float = 0.65
+    earlier_note: float = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
