@@ -10,7 +10,7 @@ from evenstep.plan.balance import place_for_ranks
 from evenstep.plan.bounds import lower_bounds
 from evenstep.plan.deal import Placed, deal, lockstep_cost
 from evenstep.plan.exchange import exchange_rows
-from evenstep.plan.local import Cell, group_rows, split_to_count
+from evenstep.plan.local import group_rows, split_to_count
 from evenstep.plan.pack import pack_to_targets
 from evenstep.plan.pad import cut_rows
 from evenstep.plan.problem import Problem
@@ -93,7 +93,10 @@ def _fewest(problem: Problem) -> list[_Found]:
     least = lower_bounds(problem).num_microbatches
     if problem.room.capacity is None and k > least:
         return []
-    return _from_lists(problem, cells, k)
+    cell_of_R = np.empty(problem.num_rows, dtype=np.int64)
+    for i, cell in enumerate(cells):
+        cell_of_R[cell] = i
+    return [_judge(problem, _fill_empty(problem, cell_of_R, k), k)]
 
 
 def _judge(problem: Problem, cell_of_R: Int64Array, num_microbatches: int) -> _Found:
@@ -132,10 +135,8 @@ def _packed(problem: Problem, work: _Work) -> _Found:
             cell_of_R = pack_to_targets(problem, profile, k, max(1, profile.level * per_mille // 1000))
             if cell_of_R is not None:
                 found.append(_judge(problem, _fill_empty(problem, cell_of_R, k), k))
-    k = lower_bounds(problem).num_microbatches
-    while not found:
-        found += _best_fit(problem, k)
-        k = problem.round_k(k + 1)
+    if not found:  # rows that all but fill the budget: best-fit decreasing wastes the least room
+        found = _fewest(problem)
     found.sort(key=lambda item: item.cost)  # stable: the earlier of equals stays first
     best = found[0]
     for start in found[: work.starts]:
@@ -159,18 +160,3 @@ def _counts_to_try(problem: Problem, extra: int) -> list[int]:
         if least < even <= least + max(1, least // 4):
             counts.add(even)
     return sorted(counts)
-
-
-def _best_fit(problem: Problem, num_microbatches: int) -> list[_Found]:
-    """Best-fit decreasing where it needs no more than K columns."""
-    cells = group_rows(problem, np.arange(problem.num_rows))
-    return _from_lists(problem, cells, num_microbatches)
-
-
-def _from_lists(problem: Problem, cells: list[Cell], num_microbatches: int) -> list[_Found]:
-    if len(cells) > num_microbatches * problem.num_ranks:
-        return []
-    cell_of_R = np.empty(problem.num_rows, dtype=np.int64)
-    for i, cell in enumerate(cells):
-        cell_of_R[cell] = i
-    return [_judge(problem, _fill_empty(problem, cell_of_R, num_microbatches), num_microbatches)]
