@@ -115,9 +115,9 @@ def test_heldout_score_and_time_left() -> None:
 def test_the_end(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     text = "\n".join(run_plain(3, folder=str(tmp_path)))
-    assert "all tasks: 0.410 -> 0.610 (+0.200; always the most common answer: 0.125)" in text
-    assert "tasks of 3 or more segments: 0.310 -> 0.510 (+0.200)" in text
-    assert "held-out reward after 3 windows: all tasks 0.610, tasks of 3 or more segments 0.510" in text
+    assert "all tasks: 0.410 -> 0.610 (+0.200; floor 0.125)" in text
+    assert "3 or more segments: 0.310 -> 0.510 (+0.200)" in text
+    assert "held-out after 3 windows: all tasks 0.610, 3 or more segments 0.510" in text
     assert "rows: 151 (150 to 152)" in text
     assert "rollouts: 64\n" in text
     assert f"{tmp_path / 'metrics.jsonl'}: a line per window" in text
@@ -127,7 +127,7 @@ def test_the_end(tmp_path: Path) -> None:
 def test_shares_that_an_evaluation_has_not() -> None:
     history = History(Clock())
     line = history.evaluation_line(heldout(0, 0.5, eval_long_reward_mean=None))
-    assert line == "held-out reward after 0 windows: all tasks 0.500"
+    assert line == "held-out after 0 windows: all tasks 0.500"
 
 
 def run_live(width: int, num_windows: int, height: int = 24) -> str:

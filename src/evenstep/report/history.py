@@ -15,7 +15,7 @@ __all__ = ["History"]
 # shares of an evaluation: its key, the key of the floor beneath it, what it is called
 HELDOUT = (
     ("eval_reward_mean", "eval_floor", "all tasks"),
-    ("eval_long_reward_mean", "eval_long_floor", "tasks of 3 or more segments"),
+    ("eval_long_reward_mean", "eval_long_floor", "3 or more segments"),
 )
 PLACES = (
     ("config.toml", "the resolved configuration"),
@@ -67,7 +67,7 @@ class History:
 
     def evaluation_line(self, result: Mapping[str, Any]) -> str:
         scores = ", ".join(f"{text} {result[key]:.3f}" for key, _, text in HELDOUT if result[key] is not None)
-        return f"held-out reward after {_counted(result['window'], 'window')}: {scores}"
+        return f"held-out after {_counted(result['window'], 'window')}: {scores}"
 
     def summary(self, folder: str) -> Iterator[str]:
         """The last words: what was learned, what a step looked like, where things are."""
@@ -83,12 +83,12 @@ class History:
         if not self.evaluations:
             return
         first, last = self.evaluations[0], self.evaluations[-1]
-        yield "What was learned (held-out reward, before -> after)"
+        yield "What was learned (held-out reward, before -> after; floor: always the most common answer)"
         for key, floor_key, text in HELDOUT:
             before, after, floor = first[key], last[key], last[floor_key]
             if before is None or after is None:
                 continue
-            floor_text = "" if floor is None else f"; always the most common answer: {floor:.3f}"
+            floor_text = "" if floor is None else f"; floor {floor:.3f}"
             yield f"  {text}: {before:.3f} -> {after:.3f} ({after - before:+.3f}{floor_text})"
 
     def _step(self) -> Iterator[str]:
