@@ -168,30 +168,30 @@ def id_ranks(name: str, ids: Sequence[Hashable] | None, num_rows: int, *, unique
     listed: list[Hashable] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
     if len(listed) != num_rows:
         raise PlanError(f"{name} must name each of the {num_rows} rows, found {len(listed)}; give one id per length")
-    try:
-        # Plain integers or strings sort by value; np.unique on mixed types would compare them as text.
-        kinds = {type(item) for item in listed}
-        keys = np.array(listed) if kinds <= {int} or kinds == {str} else np.array([_id_key(item) for item in listed])
-    except OverflowError:
-        keys = np.array([_id_key(item) for item in listed])
-    if keys.dtype.kind not in "iU":
-        keys = np.array([_id_key(item) for item in listed])
+    # Plain integers or strings sort by value; anything else by a text that names its type.
+    kinds = {type(item) for item in listed}
+    is_plain = kinds == {str} or (kinds == {int} and _fit_int64(cast("list[int]", listed)))
+    keys = np.array(listed if is_plain else [_id_key(item) for item in listed])
     values, ranks, counts = np.unique(keys, return_inverse=True, return_counts=True)
     if unique and len(values) != num_rows:
-        twice = [i for i in range(num_rows) if counts[ranks[i]] > 1][:2]
-        raise PlanError(f"{name} must be unique, found {listed[twice[0]]!r} at rows {twice}; number the rows")
+        rows = np.flatnonzero(ranks == int(counts.argmax())).tolist()
+        raise PlanError(f"{name} must be unique, found {listed[rows[0]]!r} at rows {rows[:5]}; number the rows")
     return ranks.astype(np.int64)
 
 
-def _id_key(item: Any) -> str:
+def _fit_int64(items: list[int]) -> bool:
+    return min(items) >= -(2**63) and max(items) < 2**63
+
+
+def _id_key(item: Hashable) -> str:
     """Text that orders ids the same way on every platform and in every process."""
-    if isinstance(item, tuple):
-        parts = cast("tuple[Any, ...]", item)
-        return "(" + ",".join(_id_key(part) for part in parts) + ")"
-    if item is None or isinstance(item, (str, bytes, int, float)):
-        return f"{type(item).__name__}:{item!r}"
+    value = cast("Any", item.item()) if isinstance(item, np.generic) else cast("Any", item)
+    if isinstance(value, tuple):
+        return "(" + ",".join(_id_key(part) for part in cast("tuple[Hashable, ...]", value)) + ")"
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return f"{type(value).__name__}:{value!r}"
     raise PlanError(
-        f"ids must be strings, numbers or tuples of them, found {type(item).__name__}: its order could differ between "
+        f"ids must be strings, numbers or tuples of them, found {type(value).__name__}: its order could differ between "
         f"processes; pass str(id)"
     )
 

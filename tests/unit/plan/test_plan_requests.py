@@ -187,6 +187,8 @@ def test_ids_order_by_value() -> None:
         plan = plan_step([5, 5, 5, 5], num_ranks=4, max_tokens_per_gpu=5, row_ids=ids)
         assert plan.cells == (((3,),), ((2,),), ((1,),), ((0,),))
     assert plan_step([5, 5], num_ranks=2, row_ids=["a", 1]).cells == (((1,),), ((0,),))
+    assert plan_step([5, 5], num_ranks=2, row_ids=[2**70, 2**69]).num_microbatches == 1
+    assert plan_step([5, 5], num_ranks=2, row_ids=[np.int64(7), np.str_("x")]).cells == (((0,),), ((1,),))
 
 
 def test_reuse_of_a_training_plan() -> None:
