@@ -116,8 +116,8 @@ def test_the_end(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     text = "\n".join(run_plain(3, folder=str(tmp_path)))
     assert "all tasks: 0.410 -> 0.610 (+0.200; floor 0.125)" in text
-    assert "3 or more segments: 0.310 -> 0.510 (+0.200)" in text
-    assert "held-out after 3 windows: all tasks 0.610, 3 or more segments 0.510" in text
+    assert "tasks of 3+ segments: 0.310 -> 0.510 (+0.200)" in text
+    assert "held-out after 3 windows: all tasks 0.610, tasks of 3+ segments 0.510" in text
     assert "rows: 151 (150 to 152)" in text
     assert "rollouts: 64\n" in text
     assert f"{tmp_path / 'metrics.jsonl'}: a line per window" in text

@@ -15,7 +15,7 @@ __all__ = ["History"]
 # shares of an evaluation: its key, the key of the floor beneath it, what it is called
 HELDOUT = (
     ("eval_reward_mean", "eval_floor", "all tasks"),
-    ("eval_long_reward_mean", "eval_long_floor", "3 or more segments"),
+    ("eval_long_reward_mean", "eval_long_floor", "tasks of 3+ segments"),
 )
 PLACES = (
     ("config.toml", "the resolved configuration"),
@@ -83,7 +83,7 @@ class History:
         if not self.evaluations:
             return
         first, last = self.evaluations[0], self.evaluations[-1]
-        yield "What was learned (held-out reward, before -> after; floor: always the most common answer)"
+        yield "What was learned (held-out reward; floor: always the most common answer)"
         for key, floor_key, text in HELDOUT:
             before, after, floor = first[key], last[key], last[floor_key]
             if before is None or after is None:
