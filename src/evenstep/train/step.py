@@ -166,6 +166,8 @@ class Trainer:
             (totals.add(cell, out) + out.anchor).backward()
             logprobs.update(cell.scatter(out.logprobs_N))
 
+        # evaluation mode: no dropout in any pass; checkpointed layers recompute in training mode only
+        self.model.train(self.options.activation_checkpointing)
         with attention_for(self.model, window.plan.layout):
             run_plan(window, train, dtype=self.dtype, device=self.device)
         if not self.is_sharded:
@@ -194,6 +196,7 @@ class Trainer:
         def score(cell: Cell, _: bool) -> None:
             logprobs.update(cell.scatter(self._logprobs(cell).logprobs_N))
 
+        self.model.eval()
         with torch.no_grad(), attention_for(self.model, window.plan.layout):
             run_plan(window, score, dtype=self.dtype, device=self.device)
         return logprobs
@@ -250,8 +253,6 @@ class Trainer:
         return window
 
     def _logprobs(self, cell: Cell) -> TokenLogprobs:
-        # evaluation mode: no dropout in any pass; checkpointed layers recompute in training mode only
-        self.model.train(self.options.activation_checkpointing and torch.is_grad_enabled())
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.compute_dtype == "bfloat16"):
             return cell_logprobs(
                 self.model,
