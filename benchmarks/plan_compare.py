@@ -107,6 +107,30 @@ def table(layout: str, size: tuple[int, int], budget: int, seeds: int) -> list[d
     return found
 
 
+def step_sync_table(layout: str, sizes: Sequence[tuple[int, int]], seeds: int) -> None:
+    """Print the rank objective of plans for ranks that meet once a step, over the plan's own lower bound."""
+    print(f"\n### {layout}, ranks that meet once a step, budget 32,768\n")
+    print("| rows x ranks | most expensive rank over the proved bound | over the mean rank (worst) |")
+    print("|---|---|---|")
+    for num_rows, num_ranks in sizes:
+        ratios, worst = [], 0.0
+        for name in WORKLOADS:
+            stats = [
+                plan_step(
+                    workload(name, num_rows, seed)[0],
+                    num_ranks=num_ranks,
+                    max_tokens_per_gpu=32768,
+                    layout=layout,
+                    sync="step",
+                ).stats
+                for seed in range(seeds)
+            ]
+            ratios.append(statistics.fmean(1 / s.lockstep_efficiency for s in stats))
+            worst = max(worst, *(s.rank_imbalance for s in stats))
+        joined = " / ".join(f"{ratio:.4f}" for ratio in ratios)
+        print(f"| {num_rows:,} x {num_ranks} | {joined} | {worst:.4f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="all sizes and budgets, seeds 0-4 (minutes)")
@@ -119,6 +143,7 @@ def main() -> None:
         for size in sizes:
             for budget in budgets:
                 found += table(layout, size, budget, seeds)
+        step_sync_table(layout, sizes, seeds)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)
