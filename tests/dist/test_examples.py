@@ -1,0 +1,39 @@
+"""Locks: the examples for own loops and own plans run as their docstrings say, and the loop prints the same losses,
+norms and probabilities in one process, on two replicated ranks and on two sharded ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def output(*command: str) -> str:
+    run = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_own_loop() -> None:
+    script = str(EXAMPLES / "own_loop.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    alone, replicated, sharded = output(script), output(*torchrun), output(*torchrun, "--shard")
+    assert alone.count("step ") == 5
+    assert "in 3 micro-batches a rank" in alone
+    assert "in 2 micro-batches a rank" in replicated
+    assert len({re.sub(r"in \d micro-batches", "", text) for text in (alone, replicated, sharded)}) == 1
+
+
+def test_own_plan() -> None:
+    assert "micro-batch 0, rank 0: rows" in output(str(EXAMPLES / "own_plan.py"))
