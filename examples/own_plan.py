@@ -8,4 +8,4 @@ for k in range(plan.num_microbatches):
     for rank in range(plan.num_ranks):
         rows = plan.cells[rank][k]  # run forward and backward on these rows; () means an inert filler of two tokens
         print(f"micro-batch {k}, rank {rank}: rows {rows}, {sum(lengths[i] for i in rows)} tokens")
-print(f"{plan.stats.lockstep_efficiency:.1%} of the lower bound, {plan.stats.num_fillers} fillers, plan {plan.hash[:12]}")
+print(f"{plan.stats.lockstep_efficiency:.1%} of the lower bound, {plan.stats.num_fillers} fillers")

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -25,6 +27,7 @@ def output(*command: str) -> str:
     return run.stdout
 
 
+@pytest.mark.timeout(330)
 def test_own_loop() -> None:
     script = str(EXAMPLES / "own_loop.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
