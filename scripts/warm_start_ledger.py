@@ -190,7 +190,8 @@ def demonstrations(tokenizer: PreTrainedTokenizerFast, *, num_rollouts: int, see
 
 
 def learning_rate(phase: Phase, step: int) -> float:
-    return phase.lr * min(1.0, (step + 1) / 50, 2 * (phase.num_steps - step) / phase.num_steps)
+    num_warmup_steps = min(50, phase.num_steps // 8)
+    return phase.lr * min(1.0, (step + 1) / num_warmup_steps, 2 * (phase.num_steps - step) / phase.num_steps)
 
 
 def supervise(name: str, model: Qwen3ForCausalLM, phase: Phase, rows_of_step: Callable[[int], list[Example]]) -> None:
@@ -238,7 +239,7 @@ def drilled_rows(tokenizer: PreTrainedTokenizerFast, phase: Phase) -> Callable[[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DATA)
-    parser.add_argument("--extra-steps", type=int, default=0, help="train the shipped policy further instead")
+    parser.add_argument("--extra-steps", type=int, default=0, help="train the shipped policy further")
     parser.add_argument("--extra-lr", type=float, default=5e-4)
     parser.add_argument("--extra-seed", type=int, default=2)
     arguments = parser.parse_args()
