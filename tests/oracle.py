@@ -89,34 +89,41 @@ def oracle_step(
     voters: Mapping[Hashable, Hashable] | None = None,
     normaliser: str = "token",
     normaliser_constant: float | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    **loss_settings: Any,
 ) -> OracleStep:
-    """PPO-clip loss, full gradient, log-probs and metrics of the window; leaves the model's ``.grad`` as None."""
+    """Loss, full gradient, log-probs and metrics of the window; leaves the model's ``.grad`` as None.
+
+    ``loss_settings`` are fields of ``TokenLoss``.
+    """
+    token_loss = TokenLoss(**loss_settings)
     weights = token_weights(rows, voters, normaliser, normaliser_constant)
+    log_ratios = mean_log_ratios(model, rows, token_loss)
     model.zero_grad(set_to_none=True)
-    loss, entropy_sum, num_clipped, num_tokens, max_deviation = 0.0, 0.0, 0, 0, 0.0
+    loss, num_tokens, max_deviation = 0.0, 0, 0.0
+    sums = dict.fromkeys(("entropy", "clip_fraction", "kl", "engine_trainer_kl"), 0.0)
     logprobs: dict[Hashable, Tensor] = {}
     for row in rows:
         ids = [int(token) for token in row.token_ids]
-        logits_TV = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        logprobs_TV = logits_TV - torch.logsumexp(logits_TV, dim=1, keepdim=True)
-        entropies_T = -(logprobs_TV.exp() * logprobs_TV).detach().double().sum(dim=1)
-        logprobs[row.row_id] = torch.zeros(len(ids), dtype=logits_TV.dtype)
+        logprobs_TV = row_logprobs(model, row, token_loss.temperature)
+        entropies_T = -(logprobs_TV.exp() * logprobs_TV).sum(dim=1)
+        logprobs[row.row_id] = torch.zeros(len(ids), dtype=logprobs_TV.dtype)
         terms = []
         for t in range(len(ids)):
             if not row.loss_mask[t]:
                 continue
-            logprob = logprobs_TV[t - 1, ids[t]]
-            logprobs[row.row_id][t] = logprob.detach()
-            entropy_sum += float(entropies_T[t - 1])
-            advantage = float(row.advantage if isinstance(row.advantage, float) else row.advantage[t])
-            old = logprob.detach() if row.old_logprobs is None else float(row.old_logprobs[t])
-            token_loss, is_clipped, deviation = ppo_clip(logprob, old, advantage, clip_low, clip_high)
-            terms.append(weights[row.row_id][t] * token_loss)
+            logprob, entropy = logprobs_TV[t - 1, ids[t]], entropies_T[t - 1]
+            value = float(logprob.detach())
+            logprobs[row.row_id][t] = value
+            term, is_clipped = token_loss(row, t, logprob, entropy, log_ratios.get(row.row_id))
+            terms.append(weights[row.row_id][t] * term)
             num_tokens += 1
-            num_clipped += is_clipped
-            max_deviation = max(max_deviation, deviation)
+            max_deviation = max(max_deviation, abs(math.exp(value - old_logprob(row, t, value)) - 1))
+            sums["clip_fraction"] += is_clipped
+            sums["entropy"] += float(entropy.detach())
+            if row.ref_logprobs is not None:
+                sums["kl"] += k3(value, float(row.ref_logprobs[t]))
+            if row.engine_logprobs is not None:
+                sums["engine_trainer_kl"] += k3(float(row.engine_logprobs[t]), value)
         if terms:
             row_loss = torch.stack(terms).sum()
             loss += float(row_loss.detach())
@@ -127,27 +134,132 @@ def oracle_step(
         for name, parameter in model.named_parameters()
     }
     model.zero_grad(set_to_none=True)
-    metrics = {
-        "entropy": entropy_sum / max(1, num_tokens),
-        "clip_fraction": num_clipped / max(1, num_tokens),
-        "ratio_max_deviation": max_deviation,
-    }
+    metrics = {name: total / max(1, num_tokens) for name, total in sums.items()}
+    metrics["ratio_max_deviation"] = max_deviation
     return OracleStep(loss=loss, gradient=gradient, logprobs=logprobs, metrics=metrics, weights=weights)
 
 
+def row_logprobs(model: Any, row: Row, temperature: float) -> Tensor:
+    """[T, V] log-softmax of the row's logits over the temperature; entry t - 1 speaks of token t."""
+    ids = torch.tensor([[int(token) for token in row.token_ids]])
+    logits_TV = model(input_ids=ids, use_cache=False).logits[0] / temperature
+    return logits_TV - torch.logsumexp(logits_TV, dim=1, keepdim=True)
+
+
+def old_logprob(row: Row, t: int, current: float) -> float:
+    return current if row.old_logprobs is None else float(row.old_logprobs[t])
+
+
+def k3(first: float, second: float) -> float:
+    """Estimate of KL(first || second) from a token drawn from the first: r - 1 - log r with r = second / first."""
+    return math.exp(second - first) - 1 - (second - first)
+
+
+def mean_log_ratios(model: Any, rows: Sequence[Row], token_loss: TokenLoss) -> dict[Hashable, float]:
+    """GSPO: row id -> mean of current - old over the trained tokens of the row's rollout, or of the row alone."""
+    if token_loss.loss != "gspo":
+        return {}
+    per_row: dict[Hashable, list[float]] = {}
+    for row in rows:
+        with torch.no_grad():
+            logprobs_TV = row_logprobs(model, row, token_loss.temperature)
+        per_row[row.row_id] = []
+        for t, is_trained in enumerate(row.loss_mask):
+            if is_trained:
+                current = float(logprobs_TV[t - 1, int(row.token_ids[t])])
+                per_row[row.row_id].append(current - old_logprob(row, t, current))
+    means: dict[Hashable, float] = {}
+    for row in rows:
+        members = [row]
+        if token_loss.ratio_unit == "rollout":
+            members = [other for other in rows if other.rollout_id == row.rollout_id]
+        else:
+            assert token_loss.ratio_unit == "segment"
+        found = [log_ratio for member in members for log_ratio in per_row[member.row_id]]
+        means[row.row_id] = math.fsum(found) / len(found) if found else 0.0
+    return means
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """The loss of one trained token: importance weight · policy term + kl_coef · KL - entropy_coef · entropy."""
+
+    loss: str = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    ratio_unit: str = "rollout"
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    importance_cap: float | None = None
+    temperature: float = 1.0
+
+    def __call__(
+        self, row: Row, t: int, logprob: Tensor, entropy: Tensor, log_ratio: float | None
+    ) -> tuple[Tensor, bool]:
+        """(the token's loss with gradient, whether a clip acted on it)."""
+        advantage = float(row.advantage if isinstance(row.advantage, float) else row.advantage[t])
+        old = old_logprob(row, t, float(logprob.detach()))
+        limits = (self.clip_low, self.clip_high)
+        if self.loss == "gspo":
+            assert log_ratio is not None
+            ratio = math.exp(log_ratio) * torch.exp(logprob - logprob.detach())
+            total, is_clipped = clipped_surrogate(ratio, advantage, *limits, self.dual_clip)
+        elif self.loss == "cispo":
+            ratio_value = math.exp(float(logprob.detach()) - old)
+            bounded = min(max(ratio_value, 1 - self.clip_low), 1 + self.clip_high)
+            total, is_clipped = -bounded * advantage * logprob, bounded != ratio_value
+        else:
+            assert self.loss == "ppo_clip"
+            total, is_clipped, _ = ppo_clip(logprob, old, advantage, *limits, self.dual_clip)
+        if self.importance_cap is not None:
+            assert row.engine_logprobs is not None
+            total = min(self.importance_cap, math.exp(old - float(row.engine_logprobs[t]))) * total
+        if self.kl_coef != 0:
+            assert row.ref_logprobs is not None
+            difference = float(row.ref_logprobs[t]) - logprob
+            kl = difference * difference / 2
+            if self.kl_estimator == "k3":
+                kl = torch.exp(difference) - 1 - difference
+            total = total + self.kl_coef * kl
+        if self.entropy_coef != 0:
+            total = total - self.entropy_coef * entropy
+        return total, is_clipped
+
+
 def ppo_clip(
-    logprob: Tensor, old: Tensor | float, advantage: float, clip_low: float, clip_high: float
+    logprob: Tensor,
+    old: Tensor | float,
+    advantage: float,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, bool, float]:
-    """(-min(ratio·A, clip(ratio, 1-low, 1+high)·A), whether the clipped side was taken, |ratio - 1|)."""
+    """(-min(ratio·A, clip(ratio, 1-low, 1+high)·A), whether a clip acted, |ratio - 1|)."""
     ratio = torch.exp(logprob - old)
+    loss, is_clipped = clipped_surrogate(ratio, advantage, clip_low, clip_high, dual_clip)
+    return loss, is_clipped, abs(float(ratio.detach()) - 1)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantage: float, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, bool]:
+    """(loss, whether a clip acted): where one acts the loss is that of the bound, and has no gradient.
+
+    A > 0 is bounded at ratio 1 + high; A < 0 at 1 - low from below and, with dual clip, at ``dual_clip`` from above.
+    """
     value = float(ratio.detach())
-    is_clipped = (advantage > 0 and value > 1 + clip_high) or (advantage < 0 and value < 1 - clip_low)
-    if not is_clipped:
-        loss = -advantage * ratio
-    else:
-        bound = 1 + clip_high if advantage > 0 else 1 - clip_low
-        loss = torch.full_like(logprob, -advantage * bound, requires_grad=False)
-    return loss, is_clipped, abs(value - 1)
+    bound = None
+    if advantage > 0 and value > 1 + clip_high:
+        bound = 1 + clip_high
+    elif advantage < 0 and value < 1 - clip_low:
+        bound = 1 - clip_low
+    elif advantage < 0 and dual_clip is not None and value > dual_clip:
+        bound = dual_clip
+    if bound is None:
+        return -advantage * ratio, False
+    return torch.full_like(ratio, -advantage * bound, requires_grad=False), True
 
 
 def gradient_norm(gradient: Mapping[str, Tensor]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import evenstep.train
 from evenstep.types import Row
-from oracle import OracleStep, oracle_step
+from oracle import OracleStep, TokenLoss, oracle_step
 from tiny_models import no_float32, tiny_model, true_float64
 
 
@@ -43,8 +44,8 @@ class StepCase:
         """The reference for the first window; ``dtype`` float64 gives the exact one of a float32 case."""
         arguments = {"dtype": torch.float64, "attention": "eager"} | dict(self.model)
         arguments |= {} if dtype is None else {"dtype": dtype}
-        names = ("normaliser", "normaliser_constant", "clip_low", "clip_high")
-        settings = {name: self.trainer[name] for name in names if name in self.trainer}
+        names = {"normaliser", "normaliser_constant", *(field.name for field in dataclasses.fields(TokenLoss))}
+        settings = {name: value for name, value in self.trainer.items() if name in names}
         with true_float64() if arguments["dtype"] == torch.float64 else contextlib.nullcontext():
             return oracle_step(tiny_model(**arguments), self.rows, voters=self.voters, **settings)
 
