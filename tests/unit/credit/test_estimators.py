@@ -5,7 +5,7 @@
 3. flat rewards give exactly 0, in a group or over a whitened window, also where they are not exact in binary
 4. splitting a rollout into rows changes no bit
 5. failed rollouts are in no result and no statistic, whatever reward and tokens they left
-6. whitening counts a rollout once per token: token-weighted mean 0, population deviation 1; by rollouts or rows it is not
+6. whitening counts a rollout once per token: token-weighted mean 0, population deviation 1; by rollouts or rows not
 7. a voter without tokens is in its group's baseline and shapes no whitening
 8. penalties are subtracted before any baseline, and flatness is that of what remains
 9. a constant added to a group's rewards changes nothing where the group's mean is taken
