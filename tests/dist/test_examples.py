@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +16,21 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def output(*command: str) -> str:
-    run = subprocess.run(
+    run = subprocess.Popen(
         [sys.executable, *command],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=100,
-        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    try:
+        stdout, stderr = run.communicate(timeout=100)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)  # the launcher and its ranks
+    assert run.returncode == 0, stdout + stderr
+    return stdout
 
 
 @pytest.mark.timeout(330)
