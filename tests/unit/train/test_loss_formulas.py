@@ -290,18 +290,21 @@ def test_truncated_tokens_stay_in_the_count() -> None:
     assert capped == pytest.approx(2 * halved, rel=1e-12)
 
 
-def test_gspo_by_hand() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_gspo_by_hand(temperature: float) -> None:
     """Row a has the mean log-ratio -(0.3 - 0.1) / 2, row b -0.25; nothing is clipped within 0.3."""
-    found = run_known(known_rows(1.0), loss="gspo", ratio_unit="rollout", clip_low=0.3)
+    rows = known_rows(temperature)
+    found = run_known(rows, temperature=temperature, loss="gspo", ratio_unit="rollout", clip_low=0.3)
     expected = (-2 * 1.5 * math.exp(-0.1) + 0.75 * math.exp(-0.25)) / 3
     assert found.loss == pytest.approx(expected, abs=1e-12)
     assert found.metrics["clip_fraction"] == 0.0
-    joined = [dataclasses.replace(row, rollout_id="o", advantage=1.0) for row in known_rows(1.0)]
+    joined = [dataclasses.replace(row, rollout_id="o", advantage=1.0) for row in rows]
     for unit, loss in (
         ("rollout", -math.exp(-0.45 / 3)),
         ("segment", -(2 * math.exp(-0.1) + math.exp(-0.25)) / 3),
     ):
-        assert run_known(joined, loss="gspo", ratio_unit=unit).loss == pytest.approx(loss, abs=1e-12)
+        found = run_known(joined, temperature=temperature, loss="gspo", ratio_unit=unit)
+        assert found.loss == pytest.approx(loss, abs=1e-12)
 
 
 def policy_gradient(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
