@@ -26,7 +26,20 @@ _LAZY = {
 }
 _SUBMODULES = ("config", "credit", "errors", "files", "plan", "rollout", "train", "types")
 
-__all__ = ["__version__", *sorted(_LAZY)]
+__all__ = [
+    "Call",
+    "Collection",
+    "EvenstepError",
+    "Group",
+    "Rollout",
+    "Row",
+    "Sampling",
+    "Segment",
+    "StepPlan",
+    "Window",
+    "__version__",
+    "plan_step",
+]
 
 if TYPE_CHECKING:
     from evenstep.errors import EvenstepError as EvenstepError

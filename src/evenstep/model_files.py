@@ -104,9 +104,9 @@ def find_gguf(package: str) -> Path:
 
 
 def cached_conversion(gguf: Path) -> Path:
-    """The folder that a GGUF file is converted to on first use."""
+    """The folder that a GGUF file is converted to on first use; another file of the same name gets another one."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return cache / "evenstep" / "models" / gguf.stem
+    return cache / "evenstep" / "models" / f"{gguf.parent.name}-{gguf.stem}-{gguf.stat().st_size}"
 
 
 def model_settings(path: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from evenstep.model_files import layout_problem, max_context_tokens, model_setti
 
 __all__ = ["check_model", "check_ranks", "check_run_folder", "preflight"]
 
-# Keys that may differ between a run and its continuation: they change what is kept and shown, not what is learned.
-CHANGEABLE_ON_RESUME = ("run.dir", "checkpoint.", "evaluation.")
+# Keys that may differ between a run and its continuation: they change what is kept, shown and fits into memory, and the
+# step only by rounding.
+CHANGEABLE_ON_RESUME = ("run.dir", "checkpoint.", "evaluation.", "plan.", "train.score_max_tokens_per_gpu")
 
 
 def preflight(config: Config, *, ranks: int | None = None, resume: bool = False) -> None:

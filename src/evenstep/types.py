@@ -68,11 +68,6 @@ class Sampling:
     seed: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # unknown fields of the file, kept as they were
 
-    @property
-    def is_policy_distribution(self) -> bool:
-        """Whether log-probs of this sampling are those of the trainer's distribution (no truncated tail)."""
-        return self.top_p >= 1.0 and self.top_k == 0 and self.temperature > 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -178,7 +173,10 @@ class Segment:
 
 
 def _per_token(name: str, row_id: Hashable, values: Any, num_tokens: int) -> Float64Array:
-    array = np.asarray(values, dtype=np.float64)
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise RowError(f"row {row_id!r}: {name} must hold one number per token ({error})") from error
     if array.shape != (num_tokens,):
         raise RowError(
             f"row {row_id!r}: {name} must have one value per token ({num_tokens}), found shape {array.shape}; "
@@ -229,12 +227,14 @@ class Row:
                 f"row {row_id!r}: token_ids must be a non-empty list of ids, found shape {ids.shape}; "
                 f"a rollout without tokens has no row (name it in `voters` if it votes)"
             )
-        if ids.dtype.kind not in "iu" or int(ids.min()) < 0:
-            raise RowError(
-                f"row {row_id!r}: token_ids must be integers ≥ 0, found dtype {ids.dtype}, minimum {ids.min()}"
-            )
+        if ids.dtype.kind not in "iu":
+            raise RowError(f"row {row_id!r}: token_ids must be integers ≥ 0, found {ids.dtype} values like {ids[0]!r}")
+        if int(ids.min()) < 0:
+            raise RowError(f"row {row_id!r}: token_ids must be integers ≥ 0, found {ids.min()}")
         num_tokens = ids.size
         mask = np.asarray(loss_mask)
+        if mask.dtype.kind not in "biuf":
+            raise RowError(f"row {row_id!r}: loss_mask must hold 0 and 1, found dtype {mask.dtype}")
         if mask.shape != ids.shape:
             raise RowError(
                 f"row {row_id!r}: loss_mask must have one value per token ({num_tokens}), found shape {mask.shape}"
@@ -250,6 +250,8 @@ class Row:
         ids = ids.astype(np.int64)
         for array in (ids, is_trained):
             array.setflags(write=False)
+        if np.asarray(advantage).dtype.kind not in "iufb":
+            raise RowError(f"row {row_id!r}: advantage must be a number or one per token, found {advantage!r}")
         if np.ndim(advantage) == 0:
             parsed_advantage: Float64Array | float = float(advantage)  # type: ignore[arg-type]
         else:

@@ -22,7 +22,9 @@ from evenstep.report.console import HEADER_EVERY, LiveReporter, PlainReporter, m
 from evenstep.report.history import History
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-INFO = {"num_ranks": 2, "num_parameters": 612_345, "num_windows": 40, "first_window": 0, "folder": "runs/demo"}
+INFO = {"num_ranks": 2, "num_parameters": 612_345, "num_windows": 40, "first_window": 0, "folder": "runs/demo"} | {
+    "evaluations": []
+}
 
 
 def window_metrics(window: int, **changes: Any) -> dict[str, Any]:

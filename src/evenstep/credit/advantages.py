@@ -87,7 +87,7 @@ def rollout_advantages(
         rollout id -> advantage.
 
     Raises:
-        CreditError: a voter without a finite reward, a rollout id that occurs twice, an unknown estimator.
+        CreditError: a voter without a finite reward or penalty, a rollout id that occurs twice, an unknown estimator.
 
     >>> from evenstep.types import Rollout
     >>> def rollout(group, name, reward, **kw):
@@ -147,5 +147,11 @@ def _rewards(voters: Sequence[RewardedRollout], penalties: Mapping[str, float]) 
                 f"rollout {voter.rollout_id!r} of group {voter.group_id!r} votes, but its reward is {voter.reward}; "
                 f"give a finite reward, or set its status to failed"
             )
-        rewards.append(voter.reward - penalties.get(voter.rollout_id, 0.0))
+        penalty = penalties.get(voter.rollout_id, 0.0)
+        if not np.isfinite(penalty):
+            raise CreditError(
+                f"the penalty of rollout {voter.rollout_id!r} must be finite, found {penalty}; look at the log-probs that "
+                f"its KL was computed from"
+            )
+        rewards.append(voter.reward - penalty)
     return np.asarray(rewards, dtype=np.float64)

@@ -29,7 +29,7 @@ class Reporter(Protocol):
     """What rank 0 says while it trains; metrics have the names of ``metrics.jsonl``."""
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """``num_ranks``, ``num_parameters``, ``num_windows``, ``first_window``, ``folder``."""
+        """``num_ranks``, ``num_parameters``, ``num_windows``, ``first_window``, ``folder``, earlier ``evaluations``."""
         ...
 
     def phase(self, name: str) -> None: ...

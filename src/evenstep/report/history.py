@@ -17,6 +17,7 @@ HELDOUT = (
     ("eval_reward_mean", "eval_floor", "all tasks"),
     ("eval_long_reward_mean", "eval_long_floor", "tasks of 3+ segments"),
 )
+LOST = (("eval_num_failed", "failed, in no mean"), ("eval_num_truncated", "truncated"))
 PLACES = (
     ("config.toml", "the resolved configuration"),
     ("metrics.jsonl", "a line per window and evaluation"),
@@ -38,12 +39,13 @@ class History:
         self._clock = clock
         self._started = clock()
         self.num_windows = 0  # of the whole run
-        self.first_window = 0  # of this session
+        self.first_window = 0  # of this process
         self.windows: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
 
     def start(self, info: Mapping[str, Any]) -> None:
         self.num_windows, self.first_window = info["num_windows"], info["first_window"]
+        self.evaluations = list(info["evaluations"])
         self._started = self._clock()
 
     def add_window(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +69,8 @@ class History:
 
     def evaluation_line(self, result: Mapping[str, Any]) -> str:
         scores = ", ".join(f"{text} {result[key]:.3f}" for key, _, text in HELDOUT if result[key] is not None)
-        return f"held-out after {_counted(result['window'], 'window')}: {scores}"
+        lost = ", ".join(f"{result[key]} {word}" for key, word in LOST if result.get(key))
+        return f"held-out after {_counted(result['window'], 'window')}: {scores}{f' ({lost})' if lost else ''}"
 
     def summary(self, folder: str) -> Iterator[str]:
         """The last words: what was learned, what a step looked like, where things are."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from evenstep.errors import ConfigError, EvenstepError
+from evenstep.errors import ConfigError, EngineError, EvenstepError
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.compaction import Compaction, Context, Turn
 from evenstep.rollout.engine import Engine, Request, RolloutKey
@@ -86,7 +88,15 @@ class _Recorder:
             temperature=self.options.temperature, max_tokens=max_tokens, seed=self.identity.seed_of_call(order)
         )
         request = Request(prompt_ids=prompt_ids, sampling=sampling, rollout_key=self.identity.key)
-        completion = await self.engine.generate(request)
+        try:
+            completion = await self.engine.generate(request)
+        except EvenstepError:
+            raise
+        except Exception as error:  # an engine's failure must never pass for the environment's
+            raise EngineError(
+                f"rollout {self.identity.rollout_id}, call {order}: the engine failed with {type(error).__name__}: "
+                f"{error}; what is finished is on disk, go on with --resume once the cause is gone"
+            ) from error
         self.calls.append(
             Call(
                 order=order,
@@ -136,7 +146,7 @@ async def run_rollout(
         except _TruncatedError as reason:
             status, status_reason = "truncated", str(reason)
         episode = Episode(num_segments=recorder.num_segments, visible_observations=visible)
-        score = await environment.score(episode)
+        score = _checked(await environment.score(episode))
     except EvenstepError:
         raise
     except Exception:  # noqa: BLE001 -- an environment is foreign code: whatever it raises costs this rollout, not the run
@@ -152,6 +162,14 @@ async def run_rollout(
         status_reason=status_reason,
         info=info | {"num_segments": recorder.num_segments},
     )
+
+
+def _checked(score: Score) -> Score:
+    """The score, in types that a rollout file holds."""
+    if isinstance(score.reward, bool) or not math.isfinite(score.reward):
+        raise TypeError(f"a reward must be a finite number, found {score.reward!r}")
+    info = json.loads(json.dumps(dict(score.info), allow_nan=False))
+    return Score(reward=float(score.reward), info=info)
 
 
 async def _play(environment: Environment, recorder: _Recorder, compaction: Compaction) -> tuple[int, ...]:

@@ -129,7 +129,11 @@ class Barrier:
             return
         batch = sorted(self._waiting, key=lambda entry: entry[0].rollout_key)
         self._waiting = []
-        # An error here ends this rollout's task, and with it the task group that all rollouts of the batch live in.
-        completions = self._engine.generate_batch([request for request, _ in batch])
+        try:
+            completions = self._engine.generate_batch([request for request, _ in batch])
+        except Exception as error:  # noqa: BLE001 -- every waiting rollout must hear of it, whatever it is
+            for _, future in batch:
+                future.set_exception(error)
+            return
         for (_, future), completion in zip(batch, completions, strict=True):
             future.set_result(completion)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -95,8 +96,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise FileFormatError(
             f"{path}: a checkpoint's counters were expected, found {error}; remove the folder {checkpoint.name} to "
-            f"resume from the one before it"
+            f"resume from an older one"
         ) from error
+    missing = [name for name in ("window", "num_ranks", "has_moments") if name not in state]
+    if state.get("format_version") == 1 and missing:
+        raise FileFormatError(
+            f"{path}: found no {', '.join(missing)}; remove the folder to resume from the one before it"
+        )
     if state.get("format_version") != 1:
         raise FileFormatError(
             f"{path}: format_version 1 was expected, found {state.get('format_version')}; use a newer evenstep"
@@ -111,7 +117,13 @@ def load_checkpoint(checkpoint: Path, model: PreTrainedModel, optimizer: torch.o
     tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
     if state["has_moments"]:
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    load(tensors, checkpoint_id=checkpoint / "dcp", no_dist=not dist.is_initialized())
+    try:
+        load(tensors, checkpoint_id=checkpoint / "dcp", no_dist=not dist.is_initialized())
+    except (CheckpointException, OSError, ValueError) as error:
+        raise FileFormatError(
+            f"{checkpoint}: a whole checkpoint was expected, found {type(error).__name__}: {str(error)[:200]}; remove "
+            f"the folder to resume from an older one"
+        ) from error
     set_model_state_dict(model, tensors["model"], options=options)
     if state["has_moments"]:
         set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=options)
@@ -134,7 +146,7 @@ def export(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 
 
 def _all(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"{PREFIX}*") if path.suffix != ".partial")
+    return sorted(path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal())
 
 
 def _barrier() -> None:

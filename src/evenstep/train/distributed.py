@@ -1,4 +1,4 @@
-"""Everything that speaks between ranks: sharding, sums, agreement. No other module calls a collective."""
+"""Everything that ranks say to each other: sharding, sums, agreement, objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenstep.errors import DistributedError, StateError
+from evenstep.errors import ConfigError, DistributedError, StateError
 
 __all__ = [
     "agree",
@@ -59,8 +59,15 @@ def shard(model: nn.Module) -> nn.Module:
         raise StateError(
             "shard() needs a process group; start under torchrun and call torch.distributed.init_process_group() first"
         )
-    for layer in model.base_model.layers:  # type: ignore[union-attr]
-        fully_shard(layer)  # type: ignore[arg-type]
+    names = set(model._no_split_modules or ())  # type: ignore[union-attr,arg-type]
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise StateError(
+            f"shard() wraps the decoder layers that {type(model).__name__} names in _no_split_modules, and found none; "
+            f"call fully_shard on its layers and on the model yourself"
+        )
+    for layer in layers:
+        fully_shard(layer)
     fully_shard(model)
     use_gradient_sums(model)
     return model
@@ -217,7 +224,13 @@ def copy_full_weights(source: nn.Module, target: nn.Module) -> None:
 def start(timeout_s: float) -> None:
     """Join the process group that torchrun set up, NCCL for CUDA devices and gloo otherwise."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"every rank needs a GPU of its own, found {torch.cuda.device_count()} GPUs for local rank "
+                f"{local_rank}; start fewer ranks with --ranks"
+            )
+        torch.cuda.set_device(local_rank)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 

@@ -5,6 +5,7 @@ A loss returns one number per trained token; weighting and summing are the calle
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ def ppo_clip(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     >>> [round(x, 4) for x in loss.tolist()], metrics["clip_fraction"].tolist()
     ([-2.0, -1.2, 3.0], [0.0, 1.0, 1.0])
     """
-    return _clipped(torch.exp(batch.logprobs_N - batch.old_logprobs_N), batch)
+    return _clipped(_ratio(batch.logprobs_N - batch.old_logprobs_N), batch)
 
 
 def gspo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -60,7 +61,7 @@ def gspo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """
     assert batch.sequence_log_ratio_N is not None
     own_N = torch.exp(batch.logprobs_N - batch.logprobs_N.detach())
-    return _clipped(torch.exp(batch.sequence_log_ratio_N) * own_N, batch)
+    return _clipped(_ratio(batch.sequence_log_ratio_N) * own_N, batch)
 
 
 def cispo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -71,10 +72,15 @@ def cispo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     >>> loss.sum().backward(); round(lp.grad.item(), 4)
     -2.4
     """
-    ratio_N = torch.exp(batch.logprobs_N - batch.old_logprobs_N).detach()
+    ratio_N = _ratio(batch.logprobs_N - batch.old_logprobs_N).detach()
     clipped_N = ratio_N.clamp(1.0 - batch.clip_low, 1.0 + batch.clip_high)
     is_clipped_N = clipped_N != ratio_N
     return -clipped_N * batch.advantages_N * batch.logprobs_N, {"clip_fraction": is_clipped_N.to(ratio_N.dtype)}
+
+
+def _ratio(log_ratio_N: Tensor) -> Tensor:
+    """exp, kept finite: a clipped token's gradient would otherwise be 0 · inf."""
+    return torch.exp(log_ratio_N.clamp(max=math.log(torch.finfo(log_ratio_N.dtype).max) - 5.0))
 
 
 def _clipped(ratio_N: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:

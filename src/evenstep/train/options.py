@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 from evenstep.credit import NORMALISERS
@@ -11,6 +14,8 @@ from evenstep.errors import ConfigError
 from evenstep.train.losses import LOSSES, LossFunction
 
 __all__ = ["StepOptions"]
+
+OPTIONAL = ("dual_clip", "importance_cap", "max_grad_norm")  # numbers that may be None: off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,9 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         choices = {
+            "layout": ("fixed", "padded", "packed"),
+            "pad_scope": ("window", "group"),
+            "effort": ("default", "high"),
             "normaliser": NORMALISERS,
             "ratio_unit": ("rollout", "segment"),
             "kl_estimator": ("k2", "k3"),
@@ -82,8 +90,10 @@ class StepOptions:
         }
         for name, (limit, inclusive) in lowest.items():
             value = self._value(name)
-            if value is None:
+            if value is None and name in OPTIONAL:
                 continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise ConfigError(f"{name} must be a number, found {value!r}")
             if not math.isfinite(value) or not (value >= limit if inclusive else value > limit):
                 raise ConfigError(f"{name} must be {'at least' if inclusive else 'above'} {limit:g}, found {value}")
         if not 0 <= self.clip_low < 1:
@@ -102,8 +112,16 @@ class StepOptions:
         """All options as text that is equal in every process."""
         named = {field.name: self._value(field.name) for field in fields(self)}
         if not isinstance(self.loss, str):
-            named["loss"] = f"{self.loss.__module__}.{self.loss.__qualname__}"
+            named["loss"] = _name(self.loss)
         return ", ".join(f"{name}={value!r}" for name, value in named.items())
 
     def _value(self, name: str) -> Any:
         return object.__getattribute__(self, name)
+
+
+def _name(loss: Callable[..., Any]) -> str:
+    """A loss function's name, equal in every process."""
+    if isinstance(loss, partial):
+        return f"partial({_name(loss.func)}, {loss.args!r}, {loss.keywords!r})"
+    named = loss if inspect.isroutine(loss) else type(loss)
+    return f"{named.__module__}.{named.__qualname__}"

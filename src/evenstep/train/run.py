@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from evenstep.config import Config
 from evenstep.credit import rollout_advantages
+from evenstep.errors import CollectionError, FileFormatError, NumericsError
 from evenstep.files import read_rollouts, write_rollouts
 from evenstep.report.console import Reporter
 from evenstep.rollout.agent import AgentOptions
@@ -37,7 +38,7 @@ from evenstep.train.models import load_model
 from evenstep.train.schedule import learning_rate, set_learning_rate
 from evenstep.train.step import StepOutcome, StepResult, Trainer
 from evenstep.train.window import PreparedWindow
-from evenstep.types import Rollout, Window
+from evenstep.types import Collection, Rollout, Window
 
 __all__ = ["run_training"]
 
@@ -46,6 +47,8 @@ PLANS = "plans"
 CHECKPOINTS = "checkpoints"
 EXPORT = "model"
 METRICS = "metrics.jsonl"
+RATIO_TOLERANCE = 1e-3  # exactly 0 on a CPU with a reused plan
+ENGINE_TOLERANCE = 1e-2  # nats per token; about 1e-12 in float32 on one machine
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +94,7 @@ class _Run:
 
     def _load(self) -> None:
         config, train = self.config, self.config.train
-        dtype = torch.float32
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
         with distributed.rank_zero_first():  # converting packaged weights happens once
             model, self.tokenizer = load_model(config.model.path, dtype=dtype)
         cast(torch.nn.Module, model).to(distributed.device())
@@ -148,6 +151,7 @@ class _Run:
                     "num_windows": self.num_windows,
                     "first_window": self.counters.window,
                     "folder": str(self.folder),
+                    "evaluations": self.evaluations,
                 }
             )
         if self.counters.window == 0:
@@ -176,20 +180,23 @@ class _Run:
         started = time.perf_counter()
         self._phase("generate")
         windows = self._collect()
-        seconds_generate = time.perf_counter() - started
-
-        self._phase("score")
-        started = time.perf_counter()
         first_pass = self._ship(windows)
+        # what the whole collection took is shared out evenly, so that windows can be compared
+        num_windows = len(first_pass) * self.config.train.epochs
+        seconds_generate = (time.perf_counter() - started) / num_windows
+        seconds_score = 0.0
         if self.config.old_logprobs == "scored":
+            self._phase("score")
+            started = time.perf_counter()
             first_pass = self._with_old_logprobs(windows, first_pass)
-        seconds_score = time.perf_counter() - started
+            seconds_score = (time.perf_counter() - started) / num_windows
 
         for epoch in range(self.config.train.epochs):
             for index, prepared in enumerate(first_pass):
                 self._phase("train")
                 started = time.perf_counter()
                 metrics = self._train_window(prepared)
+                self._check_agreement(metrics, is_first=epoch == index == 0)
                 if windows is not None:
                     window = windows[epoch * len(first_pass) + index]
                     seconds = {
@@ -198,9 +205,27 @@ class _Run:
                         "seconds_train": time.perf_counter() - started,
                     }
                     self._log_window(window, prepared, metrics | seconds)
-                seconds_generate = seconds_score = 0.0  # belong to the collection's first window
                 self.counters.window += 1
                 self.counters.optimizer_step += bool(metrics["stepped"])
+
+    def _check_agreement(self, metrics: Mapping[str, Any], *, is_first: bool) -> None:
+        """Stop when the engine, scoring and training do not see one policy.
+
+        Raises:
+            NumericsError: in the first window of a collection the ratio is not 1, or the engine sampled from another
+                distribution than the trainer's.
+        """
+        deviation, divergence = metrics.get("ratio_max_deviation"), metrics.get("engine_trainer_kl")
+        if is_first and deviation is not None and deviation > RATIO_TOLERANCE:
+            raise NumericsError(
+                f"window {metrics['window']}: before the first update every ratio must be 1, found a deviation of "
+                f"{deviation:.3g}; scoring and training disagree: look for dropout or a temperature in one pass only"
+            )
+        if divergence is not None and divergence > ENGINE_TOLERANCE:
+            raise NumericsError(
+                f"window {metrics['window']}: the engine's log-probs must be the trainer's, found a KL estimate of "
+                f"{divergence:.3g} per token; the model's cache may not be exact in generation"
+            )
 
     # --- collecting -----------------------------------------------------------------------------------------------
 
@@ -240,6 +265,7 @@ class _Run:
             num_generations=rollout.num_generations,
             weight_version=self.counters.optimizer_step,
         )
+        self._report_losses(collection)
         return list(
             windows_of(
                 collection,
@@ -248,6 +274,20 @@ class _Run:
                 first_window=self.counters.window,
             )
         )
+
+    def _report_losses(self, collection: Collection) -> None:
+        """Say how many rollouts failed and why; a collection that has nothing to train ends the run."""
+        rollouts = collection.rollouts
+        failed = [r for r in rollouts if r.status == "failed"]
+        if not any(r.calls for r in rollouts):
+            first = next((r for r in rollouts if r.status_reason), rollouts[0])
+            raise CollectionError(
+                f"collection {collection.collection}: none of {len(rollouts)} rollouts made a call that can be trained "
+                f"({len(failed)} failed); {first.rollout_id} says: {first.status_reason}"
+            )
+        if failed:
+            reason = (failed[0].status_reason or "").strip().splitlines()[-1:]
+            self._notice(f"{len(failed)} of {len(rollouts)} rollouts failed; {failed[0].rollout_id}: {''.join(reason)}")
 
     def _stored(self, path: Path) -> list[Rollout] | None:
         """Rollouts of this collection that an interrupted run left behind, sampled by these very weights."""
@@ -379,7 +419,8 @@ class _Run:
 
     def _open_folder(self, *, resume: bool) -> None:
         """Make the run folder, or go back to its newest checkpoint."""
-        checkpoint = latest_checkpoint(self.folder / CHECKPOINTS) if resume else None
+        # rank 0 chooses, so that no rank can go on from another window than the rest
+        checkpoint = distributed.broadcast(latest_checkpoint(self.folder / CHECKPOINTS) if resume else None)
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, self.model, self.optimizer)
             if state["num_ranks"] != self.num_ranks:
@@ -393,17 +434,15 @@ class _Run:
         if self.rank == 0:
             for name in (ROLLOUTS, PLANS, CHECKPOINTS):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(self.config.resolved())
+            _write(self.folder / "config.toml", self.config.resolved())
             self._keep_metrics_before(self.counters.window if resume else 0)
 
     def _keep_metrics_before(self, window: int) -> None:
         """Drop the lines of windows that are going to be trained again; written aside, then renamed."""
         path = self.folder / METRICS
-        lines = path.read_text().splitlines() if path.exists() and window else []
-        kept = [record for record in map(json.loads, lines) if _is_before(record, window)]
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        partial.rename(path)
+        records = _read_metrics(path) if path.exists() and window else []
+        kept = [record for record in records if _is_before(record, window)]
+        _write(path, "".join(json.dumps(record) + "\n" for record in kept))
         self.evaluations = [record for record in kept if "eval_reward_mean" in record]
 
     def _append(self, record: Mapping[str, Any]) -> None:
@@ -417,6 +456,29 @@ class _Run:
     def _notice(self, text: str) -> None:
         if self.reporter:
             self.reporter.notice(text)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last one that a crash cut short is left out."""
+    records: list[dict[str, Any]] = []
+    lines = path.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise FileFormatError(
+                f"{path}, line {number}: a JSON object was expected, found {line.strip()[:60]!r} ({error.msg}); remove "
+                f"the line, or start a new run"
+            ) from error
+    return records
 
 
 def _is_before(record: Mapping[str, Any], window: int) -> bool:

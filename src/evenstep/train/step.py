@@ -24,6 +24,7 @@ from evenstep.train.logprobs import TokenLogprobs, cell_logprobs
 from evenstep.train.losses import gspo
 from evenstep.train.options import StepOptions
 from evenstep.train.totals import Totals
+from evenstep.train.verify import num_embeddings, verify_layout
 from evenstep.train.window import PreparedWindow, prepare_window
 from evenstep.types import Row
 
@@ -91,6 +92,11 @@ class Trainer:
     """
 
     def __init__(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        unknown = sorted(set(options) - set(StepOptions.__slots__))
+        if unknown:
+            raise ConfigError(
+                f"Trainer has no option {', '.join(map(repr, unknown))}; it has: {', '.join(StepOptions.__slots__)}"
+            )
         self.options = StepOptions(**options)
         problem = layout_problem(model.config.to_dict(), self.options.layout)
         if problem is not None:
@@ -98,6 +104,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        _refuse_foreign(optimizer, self.parameters)
         self.dtype = _master_dtype(model)
         self.device = next(model.parameters()).device
         self.is_sharded = distributed.is_sharded(model)
@@ -106,6 +113,7 @@ class Trainer:
             distributed.use_gradient_sums(model)
         else:
             distributed.agree("initial parameters", _fingerprint(model))
+        verify_layout(model, self.options.layout)
         if self.options.activation_checkpointing:
             _refuse_dropout(model)
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -131,6 +139,7 @@ class Trainer:
             options=replace(options, max_tokens_per_gpu=budget),
             # sharded ranks meet in every micro-batch, replicated ones once per window
             plan_sync="micro_batch" if self.is_sharded else "step",
+            vocab_size=num_embeddings(self.model),
         )
 
     def forward_backward(
@@ -282,6 +291,16 @@ def _log_ratio(row: Row, logprobs_T: Tensor) -> float:
     """Sum of current minus old log-probs over a row's trained tokens."""
     assert row.old_logprobs is not None
     return float((logprobs_T.double().numpy() - row.old_logprobs)[row.loss_mask].sum())
+
+
+def _refuse_foreign(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    ours = {id(parameter) for parameter in parameters}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in ours for parameter in held):
+        raise ConfigError(
+            f"the optimizer must hold the model's trainable parameters, found none of {len(ours)} among its "
+            f"{len(held)}; build it after the model is sharded, from model.parameters()"
+        )
 
 
 def _refuse_dropout(model: PreTrainedModel) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import Tensor
 
-from evenstep.errors import NumericsError
+from evenstep.errors import ConfigError, NumericsError
 from evenstep.train import distributed
 from evenstep.train.collate import Cell
 from evenstep.train.logprobs import TokenLogprobs
@@ -16,6 +16,9 @@ from evenstep.train.options import StepOptions
 from evenstep.train.window import PreparedWindow
 
 __all__ = ["Totals"]
+
+# names that are computed for every loss
+RESERVED = {"bad", "loss", "entropy", "kl", "engine_trainer_kl", "ratio_max_deviation", "num_fillers"}
 
 
 class Totals:
@@ -47,6 +50,11 @@ class Totals:
             dual_clip=self._options.dual_clip,
         )
         losses_N, token_metrics = self._options.loss_function(batch)
+        if clash := RESERVED & token_metrics.keys():
+            raise ConfigError(
+                f"a loss function's metrics need names of their own, found {', '.join(sorted(clash))}; evenstep "
+                f"computes these itself, so rename them"
+            )
         weighted_N = cell.weights_N * self._with_other_terms(losses_N, cell, out, old_N)
         with torch.no_grad():
             self._count(cell, out, weighted_N, old_N, token_metrics)

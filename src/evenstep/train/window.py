@@ -61,11 +61,13 @@ def prepare_window(
     num_ranks: int,
     options: StepOptions,
     plan_sync: Literal["micro_batch", "step"],
+    vocab_size: int,
 ) -> PreparedWindow:
     """Count, weigh and plan a window; a pure function of its arguments.
 
     Raises:
-        RowError: no rows, a per-token field that only some rows carry, or one that the loss needs and no row carries.
+        RowError: no rows, an id outside the vocabulary, a per-token field that only some rows carry, or one that the
+            loss needs and no row carries.
         CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``.
     """
     if not rows:
@@ -74,6 +76,7 @@ def prepare_window(
         )
     fields = tuple(name for name in PER_TOKEN_FIELDS if _all_or_none(rows, name))
     _require_fields(options, fields)
+    _require_vocabulary(rows, vocab_size)
     counts = count_window(rows, voters)
     weights_R = row_weights(
         rows,
@@ -122,6 +125,15 @@ def _require_fields(options: StepOptions, fields: Sequence[str]) -> None:
     ):
         if is_needed and name not in fields:
             raise RowError(f"{why} needs {name} on every row, found none; add them, or leave the option out")
+
+
+def _require_vocabulary(rows: Sequence[Row], vocab_size: int) -> None:
+    for row in rows:
+        if int(row.token_ids.max()) >= vocab_size:
+            raise RowError(
+                f"row {row.row_id!r}: token id {row.token_ids.max()} is outside the model's vocabulary of "
+                f"{vocab_size}; use the tokenizer that belongs to the model"
+            )
 
 
 def _all_or_none(rows: Sequence[Row], name: str) -> bool:

@@ -1,0 +1,72 @@
+"""Does a model give each row the log-probs it has alone, in this layout? Asked once, before anything is trained."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from evenstep.errors import PlanError
+from evenstep.train.attention import attention_for
+from evenstep.train.collate import collate
+from evenstep.train.logprobs import cell_logprobs
+from evenstep.types import Row
+
+__all__ = ["num_embeddings", "verify_layout"]
+
+LENGTHS = (7, 3, 5)  # tokens of the rows that are tried together
+TOLERANCE = 1e-3  # nats; rounding is below 1e-5, a row that sees another one is off by more than 0.1
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Token ids the model has an embedding for."""
+    embeddings = cast(torch.nn.Embedding, model.get_input_embeddings())
+    return embeddings.num_embeddings
+
+
+def verify_layout(model: PreTrainedModel, layout: str) -> None:
+    """Compare a few rows laid out together with each of them alone, through the model's own logits.
+
+    Finds models whose attention cannot be told where a row ends, that look ahead into padding, or that change the
+    logits after the output head in a way evenstep does not know.
+
+    Raises:
+        PlanError: a log-prob differs by more than 1e-3 nats.
+    """
+    num_ids = num_embeddings(model)
+    draw = np.random.default_rng(0)
+    rows = [
+        Row(
+            row_id=i,
+            rollout_id=i,
+            group_id=0,
+            token_ids=draw.integers(num_ids, size=length),  # type: ignore[arg-type]
+            loss_mask=[0] + [1] * (length - 1),
+        )
+        for i, length in enumerate(LENGTHS)
+    ]
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
+    with torch.no_grad():
+        alone: list[torch.Tensor] = []
+        for row in rows:
+            ids_1T = torch.from_numpy(row.token_ids.copy())[None].to(device)
+            logprobs_TV = torch.log_softmax(model(input_ids=ids_1T, use_cache=False).logits[0].double(), dim=-1)
+            alone.append(logprobs_TV[:-1].gather(1, ids_1T[0, 1:, None])[:, 0])
+        with attention_for(model, layout):
+            dtype = torch.float64
+            weights = [0.0] * len(rows)
+            shape = {"layout": layout, "multiple": 1, "num_shape_rows": 1}
+            cell = collate(rows, weights, **shape, dtype=dtype, device=device)  # type: ignore[arg-type]
+            together = cell_logprobs(model, cell).logprobs_N.double()
+    model.train(was_training)
+    # weights that are not finite are found, with their rows, when they are trained
+    worst = float((torch.cat(alone) - together).abs().nan_to_num(0.0).max())
+    if worst > TOLERANCE:
+        advice = "use layout 'padded'" if layout == "packed" else "this model cannot be trained exactly"
+        raise PlanError(
+            f"layout {layout!r} must give each row the log-probs it has alone, and with {type(model).__name__} they "
+            f"differ by {worst:.3g} nats; {advice}"
+        )
