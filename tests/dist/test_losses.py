@@ -11,6 +11,7 @@
 4. GSPO whose mean is taken over the rows of one rank, or over each row, gives another gradient.
 5. A user's own loss with the signature of the others runs on ranks and equals the loss that it restates; its metrics
    are token means over the window.
+6. A rank without a row of its own, one inert cell and all, takes part in every loss with every term.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ import torch
 
 import oracle
 from evenstep.types import Row
-from loss_matrix import FACTORS, LOSSES, TERMS, build_case, near_policies, oracle_case, own_ppo_clip, split_row
+from loss_matrix import (
+    FACTORS,
+    LOSSES,
+    TERMS,
+    build_case,
+    near_policies,
+    oracle_case,
+    own_ppo_clip,
+    policy_rows,
+    split_row,
+)
 from ranks import once, run_ranks
 from step_cases import CaseOutcome, StepCase, run_cases
 from step_matrix import covering, random_points
@@ -179,6 +190,34 @@ def test_own_loss(is_sharded: bool) -> None:
     squares = [float(a) ** 2 for row in case.rows for a in row.advantages_T[row.loss_mask]]
     assert by_rank[0].metrics["squared_advantage"] == pytest.approx(sum(squares) / len(squares), rel=TOLERANCE)
     assert "clip_fraction" not in by_rank[0].metrics
+
+
+def lone_cases() -> list[StepCase]:
+    """One row, so that the second rank has nothing but an inert cell: each loss, with each term, both kinds of ranks."""
+    row = policy_rows(1.0)[1]
+    return [
+        StepCase(
+            name=f"{loss} {terms} {is_sharded}", rows=[row], trainer=settings | TERMS[terms], is_sharded=is_sharded
+        )
+        for loss, settings in LOSSES.items()
+        for terms in ("none", "k2", "capped", "all")
+        for is_sharded in (False, True)
+    ]
+
+
+@once
+def lone_outcomes() -> dict[str, tuple[StepCase, list[CaseOutcome]]]:
+    cases = lone_cases()
+    by_rank = run_ranks(run_cases, 2, cases, timeout_s=170)
+    return {case.name: (case, [found[i] for found in by_rank]) for i, case in enumerate(cases)}
+
+
+@pytest.mark.parametrize("name", [case.name for case in lone_cases()])
+def test_fewer_rows_than_ranks(name: str) -> None:
+    case, by_rank = lone_outcomes()[name]
+    assert_ranks_agree(by_rank)
+    assert sorted(len(found.own_logprobs) for found in by_rank) == [0, 1]
+    assert_equal(by_rank[0], case.oracle(), case.rows)
 
 
 @pytest.mark.long

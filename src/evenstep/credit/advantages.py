@@ -150,8 +150,8 @@ def _rewards(voters: Sequence[RewardedRollout], penalties: Mapping[str, float]) 
         penalty = penalties.get(voter.rollout_id, 0.0)
         if not np.isfinite(penalty):
             raise CreditError(
-                f"the penalty of rollout {voter.rollout_id!r} must be finite, found {penalty}; look at the log-probs that "
-                f"its KL was computed from"
+                f"the penalty of rollout {voter.rollout_id!r} must be finite, found {penalty}; look at the log-probs "
+                f"that its KL was computed from"
             )
         rewards.append(voter.reward - penalty)
     return np.asarray(rewards, dtype=np.float64)

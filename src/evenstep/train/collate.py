@@ -74,6 +74,7 @@ def collate(
     num_shape_rows: int,
     dtype: torch.dtype,
     device: torch.device,
+    fields: Sequence[str] = (),
 ) -> Cell:
     """Lay out the rows of a cell.
 
@@ -85,6 +86,8 @@ def collate(
         num_shape_rows: ``fixed``: rows the rectangle must have; inert fillers make up the difference.
         dtype: of per-token floats.
         device: of all tensors.
+        fields: the per-token fields that every row of the window carries; a cell without rows has them too, empty, so
+            that every rank sums the same metrics.
     """
     num_fillers = max(num_shape_rows, 1) - len(rows) if len(rows) < max(num_shape_rows, 1) else 0
     documents = [row.token_ids for row in rows] + [np.zeros(FILLER_TOKENS, dtype=np.int64)] * num_fillers
@@ -113,9 +116,9 @@ def collate(
         return torch.from_numpy(array).to(device=device, dtype=kind)
 
     def per_token(name: str) -> Tensor | None:
-        values = [getattr(row, name) for row in rows]
-        if all(value is None for value in values):
+        if name not in fields:
             return None
+        values = [getattr(row, name) for row in rows]
         return join([value[t] for value, t in zip(values, trained, strict=True)], dtype)
 
     return Cell(

@@ -5,7 +5,6 @@ A loss returns one number per trained token; weighting and summing are the calle
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,7 +43,7 @@ def ppo_clip(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     >>> [round(x, 4) for x in loss.tolist()], metrics["clip_fraction"].tolist()
     ([-2.0, -1.2, 3.0], [0.0, 1.0, 1.0])
     """
-    return _clipped(_ratio(batch.logprobs_N - batch.old_logprobs_N), batch)
+    return _clipped(batch.logprobs_N - batch.old_logprobs_N, batch)
 
 
 def gspo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -60,8 +59,7 @@ def gspo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     [-1.2214, -1.2214]
     """
     assert batch.sequence_log_ratio_N is not None
-    own_N = torch.exp(batch.logprobs_N - batch.logprobs_N.detach())
-    return _clipped(_ratio(batch.sequence_log_ratio_N) * own_N, batch)
+    return _clipped(batch.sequence_log_ratio_N + (batch.logprobs_N - batch.logprobs_N.detach()), batch)
 
 
 def cispo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -72,28 +70,23 @@ def cispo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     >>> loss.sum().backward(); round(lp.grad.item(), 4)
     -2.4
     """
-    ratio_N = _ratio(batch.logprobs_N - batch.old_logprobs_N).detach()
+    ratio_N = torch.exp(batch.logprobs_N - batch.old_logprobs_N).detach()
     clipped_N = ratio_N.clamp(1.0 - batch.clip_low, 1.0 + batch.clip_high)
     is_clipped_N = clipped_N != ratio_N
     return -clipped_N * batch.advantages_N * batch.logprobs_N, {"clip_fraction": is_clipped_N.to(ratio_N.dtype)}
 
 
-def _ratio(log_ratio_N: Tensor) -> Tensor:
-    """exp, kept finite: a clipped token's gradient would otherwise be 0 · inf."""
-    return torch.exp(log_ratio_N.clamp(max=math.log(torch.finfo(log_ratio_N.dtype).max) - 5.0))
-
-
-def _clipped(ratio_N: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    gain_N = ratio_N * batch.advantages_N
-    clipped_gain_N = ratio_N.clamp(1.0 - batch.clip_low, 1.0 + batch.clip_high) * batch.advantages_N
-    is_clipped_N = clipped_gain_N < gain_N
-    gain_N = torch.minimum(gain_N, clipped_gain_N)
+def _clipped(log_ratio_N: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    advantages_N, ratio_N = batch.advantages_N, torch.exp(log_ratio_N.detach())
+    bound_N = ratio_N.clamp(1.0 - batch.clip_low, 1.0 + batch.clip_high)
+    is_clipped_N = bound_N * advantages_N < ratio_N * advantages_N
     if batch.dual_clip is not None:
-        floor_N = batch.dual_clip * batch.advantages_N
-        is_floored_N = (batch.advantages_N < 0) & (gain_N < floor_N)
-        gain_N = torch.where(is_floored_N, floor_N, gain_N)
+        is_floored_N = (advantages_N < 0) & (ratio_N > batch.dual_clip)
+        bound_N = torch.where(is_floored_N, batch.dual_clip, bound_N)
         is_clipped_N = is_clipped_N | is_floored_N
-    return -gain_N, {"clip_fraction": is_clipped_N.to(ratio_N.dtype)}
+    # no gradient reaches a clipped ratio, also not the 0 * inf of one that overflows
+    kept_N = torch.exp(torch.where(is_clipped_N, 0.0, log_ratio_N))
+    return -torch.where(is_clipped_N, bound_N, kept_N) * advantages_N, {"clip_fraction": is_clipped_N.to(ratio_N.dtype)}
 
 
 def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: str) -> Tensor:

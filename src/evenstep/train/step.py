@@ -69,6 +69,7 @@ def run_plan(
             num_shape_rows=plan.micro_batch_rows,
             dtype=dtype,
             device=device,
+            fields=window.fields,
         )
         fn(cell, k == len(cells) - 1)
 

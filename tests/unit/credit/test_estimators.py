@@ -7,7 +7,7 @@
 5. failed rollouts are in no result and no statistic, whatever reward and tokens they left
 6. whitening counts a rollout once per token: token-weighted mean 0, population deviation 1; by rollouts or rows not
 7. a voter without tokens is in its group's baseline and shapes no whitening
-8. penalties are subtracted before any baseline, and flatness is that of what remains
+8. penalties are subtracted before any baseline, and flatness is that of what remains; one that is not finite is refused
 9. a constant added to a group's rewards changes nothing where the group's mean is taken
 """
 
@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from credit_oracle import GROUP_ESTIMATORS, Credited, advantages
 from evenstep.credit import ESTIMATORS, rollout_advantages
+from evenstep.errors import CreditError
 from evenstep.types import Call, Rollout
 
 BASELINED = ("grpo", "dr_grpo", "rloo")  # a group's advantages depend on that group alone
@@ -226,6 +227,13 @@ def test_penalties_come_first(estimator: str) -> None:
     assert set(found(halves, estimator, {"g0": 0.5}).values()) == {0.0}
     equal = window({"g": [(0.5, 2), (0.5, 3)]})
     assert found(equal, estimator, {"g0": 0.25})["g1"] > 0
+
+
+@every_estimator
+@pytest.mark.parametrize("penalty", [math.nan, math.inf])
+def test_penalties_are_finite(estimator: str, penalty: float) -> None:
+    with pytest.raises(CreditError, match="k1"):
+        found(MEMBERS, estimator, {"k1": penalty})
 
 
 @pytest.mark.parametrize("estimator", [*BASELINED, "reinforce_pp_baseline"])

@@ -9,16 +9,19 @@
    the value of k3 is unbiased, and neither is ever negative.
 6. Through the Trainer, on a model with known probabilities: each term, temperature, every metric; tokens with a
    truncated importance weight stay in N.
-7. A user's own loss with the signature of the others is run, weighted and counted like them.
+7. A user's own loss with the signature of the others is run, weighted and counted like them, also as a partial or an
+   object; its metrics may not take the name of one that every loss has.
 8. Rows without the log-probs that a term needs, or with them on some rows only, are refused by name; so are settings
    out of range.
 9. NaN, infinities and huge numbers in masked slots change no bit of any loss with any term.
 10. A KL or entropy term gives a window without advantages a step; an importance weight does not.
+11. Where a clip acts the gradient is 0 even when the ratio is beyond the largest float.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -325,6 +328,52 @@ def test_own_loss(max_tokens_per_gpu: int) -> None:
     assert with_kl.loss - found.loss == pytest.approx(0.5 * (kl[0] / 2 + kl[1] / 2 + kl[2]) / 2, abs=1e-12)
 
 
+def scaled_gradient(batch: TokenBatch, *, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+    return scale * policy_gradient(batch)[0], {}
+
+
+class ScaledGradient:
+    def __call__(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return scaled_gradient(batch, scale=2.0)
+
+
+@pytest.mark.parametrize("loss", [functools.partial(scaled_gradient, scale=2.0), ScaledGradient()])
+def test_own_loss_need_not_be_a_plain_function(loss: Any) -> None:
+    rows = known_rows(1.0)
+    assert run_known(rows, loss=loss).loss == pytest.approx(2 * run_known(rows, loss=policy_gradient).loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["loss", "entropy", "kl", "engine_trainer_kl", "bad", "num_fillers"])
+def test_own_metrics_have_names_of_their_own(name: str) -> None:
+    def colliding(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return policy_gradient(batch)[0], {name: batch.advantages_N}
+
+    with pytest.raises(ConfigError, match=rf"\b{name}\b"):
+        run_known(known_rows(1.0), loss=colliding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize(("advantage", "dual_clip", "value"), [(1.0, None, -1.2), (1.0, 3.0, -1.2), (-1.0, 3.0, 3.0)])
+def test_overflowing_ratios(
+    loss: str, dtype: torch.dtype, advantage: float, dual_clip: float | None, value: float
+) -> None:
+    far = 2000.0 if dtype == torch.float64 else 100.0
+    logprobs_N = torch.zeros(1, dtype=dtype, requires_grad=True)
+    batch = TokenBatch(
+        logprobs_N=logprobs_N,
+        old_logprobs_N=torch.full((1,), -far, dtype=dtype),
+        advantages_N=torch.full((1,), advantage, dtype=dtype),
+        sequence_log_ratio_N=torch.full((1,), far, dtype=dtype),
+        dual_clip=dual_clip,
+    )
+    loss_N, metrics = FUNCTIONS[loss](batch)
+    (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N)
+    assert loss_N.item() == pytest.approx(value, rel=1e-6)
+    assert gradient_N.item() == 0.0
+    assert metrics["clip_fraction"].item() == 1.0
+
+
 @pytest.mark.parametrize(
     ("setting", "field"), [({"kl_coef": 0.1}, "ref_logprobs"), ({"importance_cap": 2.0}, "engine_logprobs")]
 )
@@ -348,6 +397,8 @@ def test_missing_logprobs(setting: dict[str, float], field: str) -> None:
         ({"importance_cap": 0.0}, "importance_cap must be above 0, found 0.0"),
         ({"temperature": 0.0}, "temperature must be above 0, found 0.0"),
         ({"entropy_coef": math.nan}, "entropy_coef must be above -inf, found nan"),
+        ({"kl_coef": None}, "kl_coef must be .*, found None"),
+        ({"temperature": None}, "temperature must be .*, found None"),
         ({"ratio_unit": "row"}, "ratio_unit must be one of rollout, segment, found 'row'"),
         ({"loss": "reinforce"}, "unknown loss 'reinforce'; choose one of ppo_clip, gspo, cispo, or pass a function"),
     ],
