@@ -1,15 +1,16 @@
 """Token weights: every mean of the step is taken here, over the whole window, before anything is planned.
 
 The step's loss is ``L = Σ weight · ℓ`` over all trained tokens of all rows; later code only ever sums. With N the
-trained tokens of the window, M_o those of rollout o over all its rows, V the voters and P the groups with a voter:
+trained tokens of the window, M_o those of rollout o over all its rows, O the voting rollouts and P the groups with a
+voter:
 
 ============  ======================================  ===========================================
 normaliser    weight of a trained token               survives splitting a rollout into rows
 ============  ======================================  ===========================================
 ``token``     1 / N                                   yes
-``rollout``   1 / (V · M_o)                           yes
+``rollout``   1 / (O · M_o)                           yes
 ``prompt``    1 / (P · trained tokens of the group)   yes
-``constant``  1 / (V · C), C given by the user        yes
+``constant``  1 / (O · C), C given by the user        yes
 ``row``       1 / (rows with trained tokens · n_row)  no: refused with several rows in a rollout
 ============  ======================================  ===========================================
 """

@@ -84,8 +84,8 @@ def _clipped(log_ratio_N: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, 
         is_floored_N = (advantages_N < 0) & (ratio_N > batch.dual_clip)
         bound_N = torch.where(is_floored_N, batch.dual_clip, bound_N)
         is_clipped_N = is_clipped_N | is_floored_N
-    # no gradient reaches a clipped ratio, also not the 0 * inf of one that overflows
-    kept_N = torch.exp(torch.where(is_clipped_N, 0.0, log_ratio_N))
+    # no gradient reaches a clipped ratio or one without advantage, also not the 0 * inf of one that overflows
+    kept_N = torch.exp(torch.where(is_clipped_N | (advantages_N == 0), 0.0, log_ratio_N))
     return -torch.where(is_clipped_N, bound_N, kept_N) * advantages_N, {"clip_fraction": is_clipped_N.to(ratio_N.dtype)}
 
 
