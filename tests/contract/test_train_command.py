@@ -3,7 +3,7 @@
 1. Ctrl-C during a run ends all ranks, with code 130 and the command that goes on.
 2. That command goes on where the run stopped, and finishes it: every window once, every collection's rollouts once.
 3. Piped output is plain lines; the run folder holds what it promises.
-4. An error inside a rank reaches the user as one message, with exit code 2.
+4. An error inside a rank, or on one rank alone, reaches the user as one message, with exit code 2.
 """
 
 from __future__ import annotations
@@ -146,4 +146,16 @@ def test_an_error_inside_a_rank(model: Path, tmp_path: Path) -> None:
     _, messages = process.communicate(timeout=300)
     assert process.returncode == 2, messages
     assert "error: a chat template must show an assistant's answer as it is" in messages
+    assert "Traceback" not in messages
+
+
+@pytest.mark.long
+@pytest.mark.timeout(330)
+def test_an_error_on_rank_0_alone(model: Path, tmp_path: Path) -> None:
+    # only rank 0 sees that nothing can be trained; the other rank waits for its rows
+    config = write_config(tmp_path / "config.toml", model)
+    process = start(str(config), "--ranks", "2", "--set", "model.max_context_tokens=8")
+    _, messages = process.communicate(timeout=300)
+    assert process.returncode == 2, messages
+    assert "rollouts made a call that can be trained" in messages
     assert "Traceback" not in messages

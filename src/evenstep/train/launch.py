@@ -16,10 +16,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from evenstep.errors import DistributedError
+
 __all__ = ["RanksEnded", "default_ranks", "joined", "run_ranks"]
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # the longest wait for another rank: one may convert weights while the rest wait
 LOOPBACK = "127.0.0.1"
+CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # as gloo puts it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +44,22 @@ def num_cores() -> int:
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Be one of the ranks that torchrun started, from entering to leaving."""
+    """Be one of the ranks that torchrun started, from entering to leaving.
+
+    Raises:
+        DistributedError: another rank ended while this one waited for it.
+    """
     from evenstep.train import distributed
 
     distributed.start(timeout_s=COLLECTIVE_TIMEOUT_S)
     try:
         yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in CONNECTION_LOST):
+            raise
+        raise DistributedError(
+            "the connection to another rank was lost; it ended first, and its own message says why"
+        ) from error
     finally:
         dist.destroy_process_group()
 
