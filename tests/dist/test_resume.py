@@ -3,7 +3,7 @@
 1. a run that was killed (SIGKILL) between two steps and resumed ends with bit-equal weights, the same metrics and the
    same rollouts as one that was not
 2. rollouts that were generated and not yet trained are taken from disk, not generated again
-3. a run killed before its first checkpoint can be resumed too
+3. a run killed before its first checkpoint can be resumed too, and one whose last metrics line was cut short
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: Path, tmp_path: Path, n
     folder = tmp_path / "killed"
     kill_after(start(folder, every=every), folder, num_windows)
     stored = {path.name: path.stat().st_mtime_ns for path in (folder / "rollouts").iterdir()}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"window": 3, "opt')  # what a crash in the middle of a line leaves
     finish(start(folder, "--resume", every=every))
     assert_equal_runs(folder, uninterrupted)
     assert all((folder / "rollouts" / name).stat().st_mtime_ns == at for name, at in stored.items())
