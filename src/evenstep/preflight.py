@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from evenstep.config import Config, load_config
 from evenstep.errors import ConfigError
 from evenstep.model_files import layout_problem, max_context_tokens, model_settings
 
-__all__ = ["check_model", "check_ranks", "check_run_folder", "preflight"]
+__all__ = ["check_model", "check_packages", "check_ranks", "check_run_folder", "preflight"]
+
+TRAIN_PACKAGES = ("torch", "transformers", "safetensors")
 
 # Keys that may differ between a run and its continuation: they change what is kept, shown and fits into memory, and the
 # step only by rounding.
@@ -17,15 +20,29 @@ CHANGEABLE_ON_RESUME = ("run.dir", "checkpoint.", "evaluation.", "plan.", "train
 
 
 def preflight(config: Config, *, ranks: int | None = None, resume: bool = False) -> None:
-    """Check ranks, model files and run folder, in this order; the folder exists afterwards.
+    """Check packages, ranks, model files and run folder, in this order; the folder exists afterwards.
 
     Raises:
         ConfigError: names the key, the value and the fix.
     """
+    check_packages()
     if ranks is not None:
         check_ranks(ranks)
     check_model(config)
     check_run_folder(config, resume=resume)
+
+
+def check_packages() -> None:
+    """Refuse to train where the packages of the extra ``train`` are not installed.
+
+    Raises:
+        ConfigError: names the missing ones and the command that installs them.
+    """
+    missing = [name for name in TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"training needs the extra 'train', found no {', '.join(missing)}; run: pip install 'evenstep[train]'"
+        )
 
 
 def check_ranks(ranks: int) -> None:
