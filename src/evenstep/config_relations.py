@@ -34,10 +34,10 @@ def check_relations(config: Config) -> None:
             f"found {train.rollouts_per_window} and {rollout.num_generations}; for example "
             f"train.rollouts_per_window = {multiple}"
         )
-    if credit.estimator == "grpo" and rollout.num_generations < 2:
+    if credit.estimator != "reinforce_pp" and rollout.num_generations < 2:
         problems.append(
-            f"credit.estimator = 'grpo' compares the rollouts of a group, found rollout.num_generations = "
-            f"{rollout.num_generations}, where every advantage is 0; set it to 2 or more"
+            f"credit.estimator = {credit.estimator!r} compares the rollouts of a group, found "
+            f"rollout.num_generations = {rollout.num_generations}, where every advantage is 0; set it to 2 or more"
         )
     if rollout.max_tokens_per_call >= config.model.max_context_tokens:
         problems.append(
@@ -115,6 +115,16 @@ def _train_problems(train: TrainSection) -> list[str]:
         problems.append(
             f"train.score_max_tokens_per_gpu belongs to a scoring pass, found {train.score_max_tokens_per_gpu} where "
             f"old log-probs are detached; leave it out, or set train.old_logprobs = 'scored'"
+        )
+    if train.ratio_unit != "rollout" and train.loss != "gspo":
+        problems.append(
+            f"train.ratio_unit belongs to train.loss = 'gspo', found {train.ratio_unit!r} with loss {train.loss!r}; "
+            f"leave it out, or set train.loss = 'gspo'"
+        )
+    if train.dual_clip is not None and train.loss == "cispo":
+        problems.append(
+            f"train.dual_clip limits the clipped losses, found {train.dual_clip} with train.loss = 'cispo', which "
+            f"clips weights; leave it out"
         )
     for name, beta in zip(("betas[0]", "betas[1]"), train.betas, strict=True):
         if not 0 <= beta < 1:

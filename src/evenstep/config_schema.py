@@ -68,7 +68,9 @@ class CompactionSection(Section):
 
 
 class CreditSection(Section):
-    estimator: Literal["grpo"] = Field("grpo", description="advantages from the rewards of a group")
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        "grpo", description="advantages from the rewards of a group, or of the window for `reinforce_pp`"
+    )
     normaliser: Literal["token", "rollout", "prompt", "constant", "row"] = Field(
         "token", description="what a token's weight is one divided by, over the whole window"
     )
@@ -100,6 +102,17 @@ class TrainSection(Section):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    loss: Literal["ppo_clip", "gspo", "cispo"] = Field("ppo_clip", description="loss of a token")
+    ratio_unit: Literal["rollout", "segment"] = Field(
+        "rollout", description="whose length-normalised ratio `gspo` takes; `segment` does not survive splitting"
+    )
+    dual_clip: float | None = Field(
+        None, gt=1, description="with a negative advantage the loss is at most this times it; absent: no such limit"
+    )
+    entropy_coef: float = Field(0.0, description="times the entropy, subtracted from the loss")
+    importance_cap: float | None = Field(
+        None, gt=0, description="truncated importance weight min(cap, exp(old - engine)) on the loss; absent: none"
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_high")
     old_logprobs: Literal["auto", "detached", "scored"] = Field(

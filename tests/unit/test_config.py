@@ -201,6 +201,8 @@ def test_missing_keys_are_listed_together() -> None:
         (["plan.pad_to_multiple=512"], ["found 512 and 256"]),
         (["train.old_logprobs=detached", "train.epochs=2"], ["'detached' is exact for one window", "train.epochs = 2"]),
         (["train.score_max_tokens_per_gpu=512"], ["found 512", "set train.old_logprobs = 'scored'"]),
+        (["train.ratio_unit=segment"], ["'segment' with loss 'ppo_clip'", "set train.loss = 'gspo'"]),
+        (["train.loss=cispo", "train.dual_clip=3.0"], ["found 3.0 with train.loss = 'cispo'"]),
         (["evaluation.seed=0"], ["evaluation.seed and run.seed must differ", "found both 0"]),
     ],
 )  # fmt: skip
@@ -278,7 +280,7 @@ def test_resolved_text_loads_to_the_same_configuration(tmp_path: Path, overrides
 def test_resolved_text_has_every_key_with_a_value(base: Path) -> None:
     config = load_config([base])
     text = config.resolved()
-    absent = {"constant", "max_grad_norm", "score_max_tokens_per_gpu"}
+    absent = {"constant", "max_grad_norm", "score_max_tokens_per_gpu", "dual_clip", "importance_cap"}
     assert {name for _, name in known_keys() if f"\n{name} = " not in text} == absent
     assert "keep_last = 2" in text
     assert "min_entries = 3" in text

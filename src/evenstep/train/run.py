@@ -117,6 +117,11 @@ class _Run:
             normaliser=config.credit.normaliser,
             normaliser_constant=config.credit.constant,
             max_grad_norm=train.max_grad_norm,
+            loss=train.loss,
+            ratio_unit=train.ratio_unit,
+            dual_clip=train.dual_clip,
+            entropy_coef=train.entropy_coef,
+            importance_cap=train.importance_cap,
             clip_low=train.clip_low,
             clip_high=train.clip_high,
             temperature=config.rollout.temperature,
@@ -196,7 +201,8 @@ class _Run:
                 self._phase("train")
                 started = time.perf_counter()
                 metrics = self._train_window(prepared)
-                self._check_agreement(metrics, is_first=epoch == index == 0)
+                if epoch == index == 0:
+                    self._check_agreement(metrics)
                 if windows is not None:
                     window = windows[epoch * len(first_pass) + index]
                     seconds = {
@@ -208,15 +214,14 @@ class _Run:
                 self.counters.window += 1
                 self.counters.optimizer_step += bool(metrics["stepped"])
 
-    def _check_agreement(self, metrics: Mapping[str, Any], *, is_first: bool) -> None:
-        """Stop when the engine, scoring and training do not see one policy.
+    def _check_agreement(self, metrics: Mapping[str, Any]) -> None:
+        """Before a collection's first update: stop when engine, scoring and training do not see one policy.
 
         Raises:
-            NumericsError: in the first window of a collection the ratio is not 1, or the engine sampled from another
-                distribution than the trainer's.
+            NumericsError: the ratio is not 1, or the engine sampled from another distribution than the trainer's.
         """
         deviation, divergence = metrics.get("ratio_max_deviation"), metrics.get("engine_trainer_kl")
-        if is_first and deviation is not None and deviation > RATIO_TOLERANCE:
+        if deviation is not None and deviation > RATIO_TOLERANCE:
             raise NumericsError(
                 f"window {metrics['window']}: before the first update every ratio must be 1, found a deviation of "
                 f"{deviation:.3g}; scoring and training disagree: look for dropout or a temperature in one pass only"
