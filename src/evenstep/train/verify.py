@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -22,8 +20,8 @@ TOLERANCE = 1e-3  # nats; rounding is below 1e-5, a row that sees another one is
 
 def num_embeddings(model: PreTrainedModel) -> int:
     """Token ids the model has an embedding for."""
-    embeddings = cast(torch.nn.Embedding, model.get_input_embeddings())
-    return embeddings.num_embeddings
+    embeddings = model.get_input_embeddings()
+    return embeddings.num_embeddings if isinstance(embeddings, torch.nn.Embedding) else int(model.config.vocab_size)
 
 
 def verify_layout(model: PreTrainedModel, layout: str) -> None:
