@@ -1,6 +1,7 @@
 """Checkpoints: torch DCP to resume bit for bit, Hugging Face safetensors to take away.
 
-A checkpoint is a folder that appears under its final name only when all of it is on disk.
+A checkpoint is a folder that appears under its final name only when all of it is on disk. Under LoRA it holds the
+adapters alone: the frozen weights are those of the model it is loaded into.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from evenstep.errors import FileFormatError
+from evenstep.errors import FileFormatError, StateError
 from evenstep.train.distributed import rank_and_size
+from evenstep.train.lora import is_lora, merged_weights
 
-__all__ = ["export", "latest_checkpoint", "load_checkpoint", "read_state", "save_checkpoint"]
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+__all__ = ["export", "export_adapter", "latest_checkpoint", "load_checkpoint", "read_state", "save_checkpoint"]
 
 STATE_FILE = "state.json"
 PREFIX = "window_"
@@ -37,7 +42,7 @@ PREFIX = "window_"
 
 def save_checkpoint(
     folder: Path,
-    model: PreTrainedModel,
+    model: PreTrainedModel | PeftModel,
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     *,
@@ -47,7 +52,7 @@ def save_checkpoint(
 
     Args:
         folder: the run's checkpoint folder.
-        model: replicated or sharded.
+        model: replicated or sharded; with adapters, only they are saved.
         optimizer: its moments are saved once it has stepped.
         state: JSON counters; ``state["window"]`` names the checkpoint.
         keep: how many checkpoints stay.
@@ -60,7 +65,7 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     _barrier()
     has_moments = bool(optimizer.state)
-    tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
+    tensors: dict[str, Any] = {"model": _weights(model)}
     if has_moments:
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
     save(tensors, checkpoint_id=partial / "dcp", no_dist=not dist.is_initialized())
@@ -110,11 +115,16 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def load_checkpoint(checkpoint: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load weights and moments in place and return the counters."""
+def load_checkpoint(
+    checkpoint: Path, model: PreTrainedModel | PeftModel, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Load weights and moments in place and return the counters.
+
+    Raises:
+        FileFormatError: the checkpoint is broken, or of a model of another shape.
+    """
     state = read_state(checkpoint)
-    options = StateDictOptions(strict=True)
-    tensors: dict[str, Any] = {"model": get_model_state_dict(model)}
+    tensors: dict[str, Any] = {"model": _weights(model)}
     if state["has_moments"]:
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
     try:
@@ -124,22 +134,65 @@ def load_checkpoint(checkpoint: Path, model: PreTrainedModel, optimizer: torch.o
             f"{checkpoint}: a whole checkpoint was expected, found {type(error).__name__}: {str(error)[:200]}; remove "
             f"the folder to resume from an older one"
         ) from error
-    set_model_state_dict(model, tensors["model"], options=options)
+    # all names came from the model itself; those of frozen weights are not among an adapted model's
+    set_model_state_dict(model, tensors["model"], options=StateDictOptions(strict=not is_lora(model)))
     if state["has_moments"]:
-        set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=options)
+        set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=StateDictOptions(strict=True))
     else:
         optimizer.state.clear()
     return state
 
 
-def export(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write safetensors, configuration and tokenizer that ``from_pretrained`` loads; written aside, then renamed."""
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def export(folder: Path, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write safetensors, configuration and tokenizer that ``from_pretrained`` loads; written aside, then renamed.
+
+    Adapters are added into the weights that are written, so loading needs no peft; the model itself stays as it is.
+    """
+    whole: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+
+    def write(partial: Path) -> None:
+        base = model.get_base_model() if is_lora(model) else model
+        weights = merged_weights(model, whole) if is_lora(model) else whole
+        cast(PreTrainedModel, base).save_pretrained(partial, state_dict=weights)
+        tokenizer.save_pretrained(partial)
+
+    _replace(folder, write)
+
+
+def export_adapter(folder: Path, model: PeftModel) -> None:
+    """Write the adapters alone in peft's format, for ``PeftModel.from_pretrained``; written aside, then renamed.
+
+    Raises:
+        StateError: the model has no adapters.
+    """
+    if not is_lora(model):
+        raise StateError(f"export_adapter needs a model with adapters, found {type(model).__name__}; use export")
+    weights = _weights(model, full_state_dict=True, cpu_offload=True)
+
+    def write(partial: Path) -> None:
+        # peft would otherwise ask the network whether the vocabulary has grown
+        model.save_pretrained(str(partial), state_dict=weights, save_embedding_layers=False)
+
+    _replace(folder, write)
+
+
+def _weights(model: PreTrainedModel | PeftModel, **options: Any) -> dict[str, Any]:
+    """What a checkpoint holds of a model, by parameter name: everything, or what trains where there are adapters."""
+    weights = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=is_lora(model), **options))
+    if not is_lora(model):
+        return weights
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: weight for name, weight in weights.items() if name in trained}  # no second names of frozen weights
+
+
+def _replace(folder: Path, write: Callable[[Path], None]) -> None:
+    """On rank 0, fill a folder aside and put it in the place of ``folder``; the other ranks wait."""
     if rank_and_size()[0] == 0:
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial, state_dict=full)
-        tokenizer.save_pretrained(partial)
+        write(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     _barrier()
