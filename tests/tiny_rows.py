@@ -13,6 +13,7 @@ from oracle import grpo_advantages, oracle_step
 from tiny_models import VOCAB
 
 REWARDS = (0.7, 0.35, 0.95, 0.1, 0.55, 1.3, -0.45, 0.15)  # not exact in binary
+LOGPROB_FIELDS = ("old_logprobs", "ref_logprobs", "engine_logprobs")
 SEED_A_SEGMENTS = ((1, 3), (2, 5), (1, 1))  # segments of each rollout of each group: 13 rows
 
 
@@ -57,16 +58,52 @@ def make_rows(
     return rows
 
 
-def with_old_logprobs(rows: Sequence[Row], model: Any, *, seed: int = 0, spread: float = 0.3) -> list[Row]:
-    """The rows with old log-probs near the model's own, so that about half of the tokens leave the clip range."""
+def with_old_logprobs(
+    rows: Sequence[Row], model: Any, *, seed: int = 0, spread: float = 0.3, names: Sequence[str] = ("old_logprobs",)
+) -> list[Row]:
+    """The rows with old log-probs near the model's own, so that about half of the tokens leave the clip range.
+
+    ``names`` are the fields that get such values, each its own.
+    """
     random = np.random.default_rng(seed)
     logprobs = oracle_step(model, rows).logprobs
-    return [
-        dataclasses.replace(
-            row, old_logprobs=logprobs[row.row_id].double().numpy() + random.normal(0, spread, row.num_tokens)
-        )
-        for row in rows
-    ]
+    near = []
+    for row in rows:
+        own = logprobs[row.row_id].double().numpy()
+        fields: dict[str, Any] = {name: own + random.normal(0, spread, row.num_tokens) for name in names}
+        near.append(dataclasses.replace(row, **fields))
+    return near
+
+
+def split_at_turns(row: Row) -> list[Row]:
+    """One row for each trained stretch of the row: all that came before it is context, trained stretches too."""
+    mask = row.loss_mask
+    ends = (np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1).tolist()
+    if len(ends) < 2:
+        return [row]
+    parts = []
+    for i, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        fields: dict[str, Any] = {"loss_mask": (mask & (np.arange(row.num_tokens) >= start))[:end]}
+        for name in ("token_ids", "advantage", *LOGPROB_FIELDS):
+            values = getattr(row, name)
+            fields[name] = values[:end] if isinstance(values, np.ndarray) else values
+        parts.append(dataclasses.replace(row, row_id=f"{row.row_id}#{i}", **fields))
+    return parts
+
+
+def filler_rows(rows: Sequence[Row], count: int, *, seed: int = 0) -> list[Row]:
+    """Rows of the same rollouts that train nothing: all masked, other tokens, garbage in every per-token field."""
+    random = np.random.default_rng(seed)
+    fillers = []
+    for i in range(count):
+        owner, num_tokens = rows[i % len(rows)], int(random.integers(2, 6))
+        fields: dict[str, Any] = {
+            name: np.zeros(num_tokens) for name in LOGPROB_FIELDS if getattr(owner, name) is not None
+        }
+        fields |= {"token_ids": random.integers(0, VOCAB, num_tokens), "loss_mask": np.zeros(num_tokens)}
+        fields |= {"rollout_id": owner.rollout_id, "group_id": owner.group_id}
+        fillers.append(Row(row_id=f"filler/{i}", **fields))
+    return with_garbage(fillers)
 
 
 def with_garbage(rows: Sequence[Row]) -> list[Row]:
@@ -75,7 +112,7 @@ def with_garbage(rows: Sequence[Row]) -> list[Row]:
     dirty = []
     for i, row in enumerate(rows):
         fields: dict[str, Any] = {"advantage": np.broadcast_to(row.advantage, row.num_tokens)}
-        for name in ("old_logprobs", "ref_logprobs", "engine_logprobs"):
+        for name in LOGPROB_FIELDS:
             values = getattr(row, name)
             if values is not None:
                 fields[name] = values
