@@ -18,7 +18,6 @@ import evenstep.train.step as step_module
 from evenstep.plan import StepPlan
 from evenstep.plan.measure import PlanStats
 from evenstep.train.collate import Cell, collate
-from evenstep.train.distributed import rank_and_size
 from evenstep.train.options import StepOptions
 from evenstep.train.window import PreparedWindow, prepare_window
 from evenstep.types import Row
@@ -157,10 +156,9 @@ def dirty_fillers() -> Iterator[list[Cell]]:
 
 def score(case: StepCase, trainer: evenstep.train.Trainer) -> tuple[PreparedWindow, tuple[Any, ...]]:
     """(the window with old log-probs from a pass at the current weights, the cells of that pass)."""
-    window = trainer.prepare(case.rows, case.voters).for_rank(rank_and_size()[0])
     if case.scoring == "reused plan":
-        return window.with_old_logprobs(trainer.score(window)), (window.plan.cells,)
-    if trainer.options.layout == "fixed":  # its cells know no budget
+        passes = [trainer.prepare(case.rows, case.voters)]
+    elif trainer.options.layout == "fixed":  # its cells know no budget
         halves = [half for half in (case.rows[::2], case.rows[1::2]) if half]
         passes = [trainer.prepare(half, case.voters) for half in halves]
     else:
@@ -168,7 +166,8 @@ def score(case: StepCase, trainer: evenstep.train.Trainer) -> tuple[PreparedWind
     scored: dict[Hashable, Tensor] = {}
     for one in passes:
         scored |= trainer.gather(trainer.score(one))
-    return window.with_old_logprobs(scored), tuple(one.plan.cells for one in passes)
+    rows = [dataclasses.replace(row, old_logprobs=scored[row.row_id].double().numpy()) for row in case.rows]
+    return trainer.prepare(rows, case.voters), tuple(one.plan.cells for one in passes)
 
 
 def run_built(case: StepCase, model: Any, trainer: evenstep.train.Trainer) -> CaseOutcome:

@@ -198,6 +198,7 @@ def assert_equals_the_oracle(case: StepCase, by_rank: list[CaseOutcome]) -> None
     assert_counts(case, by_rank[0])
     assert_stepped(case, by_rank[0], expected)
     if case.scoring == "reused plan":
+        assert by_rank[0].scored_cells == (by_rank[0].cells,)
         assert by_rank[0].metrics["ratio_max_deviation"] == 0.0
 
 
