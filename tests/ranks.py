@@ -39,6 +39,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
+start_method = "forkserver"  # "fork" where ranks are to have what this process changed in its modules
 GRACE_S = 5.0  # what the other ranks get, to end by themselves, after the first rank has failed
 
 
@@ -81,17 +82,14 @@ def run_ranks(
     Raises:
         RanksError: with the failing ranks' tracebacks.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context = server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         job = (fn.__module__, inspect.getfile(fn), fn.__qualname__, timeout_s, group_timeout_s)
         (folder / "args").write_bytes(pickle.dumps(args))
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when the server starts
         processes: list[BaseProcess] = [
             context.Process(target=_rank_main, args=(rank, world_size, folder, job)) for rank in range(world_size)
         ]
-        multiprocessing.forkserver.ensure_running()  # the first start imports torch: not part of the ranks' time
         try:
             for process in processes:
                 process.start()
@@ -104,6 +102,16 @@ def run_ranks(
                     process.join()
         _raise_failures(processes, folder, timeout_s)
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def server() -> Any:
+    """The multiprocessing context that forks from the running server."""
+    context = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when the server starts
+        context.set_forkserver_preload(list(PRELOADED))
+        multiprocessing.forkserver.ensure_running()  # the first start imports torch: not part of the ranks' time
+    return context
 
 
 def _wait(processes: Sequence[BaseProcess], timeout_s: float) -> None:

@@ -1,0 +1,217 @@
+"""Wrong formulas before the step: segments, windows, seeds, counts of rollouts, and plans.
+
+``contract/test_mutations.py`` puts each into the production code; P1 to P35 are the known faults it is typical of.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mutations import Mutation
+
+_SCHEDULE = partial(Mutation, module="evenstep.train.schedule")
+_SEGMENTS = partial(Mutation, module="evenstep.rollout.segments")
+_COLLECTOR = partial(Mutation, module="evenstep.rollout.collector")
+_FOOTPRINT = partial(Mutation, module="evenstep.plan.footprint")
+_PROMISES = partial(Mutation, module="evenstep.plan.promises")
+_METRICS = partial(Mutation, module="evenstep.train.metrics")
+
+TEST_SEGMENTS = "tests/unit/rollout/test_segments.py::"
+TEST_PLAN_FAULTS = "tests/unit/plan/test_plan_known_faults.py::"
+TEST_PLAN_CHECK = "tests/unit/plan/test_plan_check.py::"
+TEST_PLAN_CASES = "tests/golden/test_plan_worked_cases.py::"
+TEST_GAPS = "tests/unit/test_mutation_gaps.py::"
+
+WINDOWS: list[Mutation] = [
+    _SCHEDULE(
+        name="rate of the next step",
+        why="[P11] The schedule is one step ahead.",
+        old="(optimizer_step - warmup_steps) / max",
+        new="(optimizer_step + 1 - warmup_steps) / max",
+        killed_by=TEST_GAPS + "test_learning_rate_by_hand[linear]",
+    ),
+    _SCHEDULE(
+        name="decay from the start",
+        why="The decay counts the steps of the warm-up.",
+        old="(optimizer_step - warmup_steps) / max(1, total_steps - warmup_steps)",
+        new="optimizer_step / max(1, total_steps)",
+        killed_by=TEST_GAPS + "test_learning_rate_by_hand[cosine]",
+    ),
+    _SCHEDULE(
+        name="first step without a rate",
+        why="The warm-up begins at 0.",
+        old="peak * (optimizer_step + 1) / warmup_steps",
+        new="peak * optimizer_step / warmup_steps",
+        killed_by=TEST_GAPS + "test_learning_rate_by_hand[constant]",
+    ),
+    _METRICS(
+        name="reward mean over rows",
+        why="[P20] A rollout's reward counts once for each of its rows.",
+        old="[r.reward for r in rollouts if r.is_voter]",
+        new="[r.reward for r in rollouts if r.is_voter for _ in r.calls]",
+        killed_by=TEST_GAPS + "test_rollouts_are_counted_once",
+    ),
+    _METRICS(
+        name="failed rollouts in the reward mean",
+        why="[P28] A failed rollout counts as reward 0.",
+        old="[r.reward for r in rollouts if r.is_voter]",
+        new="[r.reward or 0.0 for r in rollouts]",
+        killed_by=TEST_GAPS + "test_rollouts_are_counted_once",
+    ),
+    _COLLECTOR(
+        name="windows in rows",
+        why="[P11, P22] Windows are as many as the rows ask for.",
+        old="groups_per_window = rollouts_per_window // sizes[0]",
+        new=(
+            "groups_per_window = max(1, rollouts_per_window * len(collection.groups) "
+            "// max(1, sum(len(rollout.calls) for rollout in collection.rollouts)))"
+        ),
+        killed_by="tests/unit/rollout/test_collector.py::test_windows_count_rollouts_never_calls[<lambda>1]",
+    ),
+    Mutation(
+        name="one seed for a group",
+        why="[P35] The generation is not in the seed: rollouts of a group are copies.",
+        module="evenstep.rollout.seeds",
+        old='mixed_seed("call", run, collection, occurrence, generation, attempt, call)',
+        new='mixed_seed("call", run, collection, occurrence, attempt, call)',
+        killed_by="tests/unit/rollout/test_rollout_seeds.py::test_one_prompt_twice_with_two_generations_has_four_seeds",
+    ),
+    Mutation(
+        name="one seed for a prompt",
+        why="[P35] The occurrence of a prompt is not in the seed.",
+        module="evenstep.rollout.seeds",
+        old='mixed_seed("call", run, collection, occurrence, generation, attempt, call)',
+        new='mixed_seed("call", run, collection, generation, attempt, call)',
+        killed_by="tests/unit/rollout/test_rollout_seeds.py::test_one_prompt_twice_with_two_generations_has_four_seeds",
+    ),
+    _SEGMENTS(
+        name="prefix of the second turn",
+        why="[P17] The stored prefix is that of turn 2, so the third turn opens a new row.",
+        old="elif prompt[: len(ids)] == ids:",
+        new="elif len(orders) < 2 and prompt[: len(ids)] == ids:",
+        killed_by=TEST_SEGMENTS + "test_a_declared_reason_does_not_break_what_continues",
+    ),
+    _SEGMENTS(
+        name="history trained again",
+        why="[P17] A new segment trains the history that its prompt repeats.",
+        old="mask += [0] * len(new_context)",
+        new="mask += [0, *[int(bool(segments) and not orders)] * (len(new_context) - 1)]",
+        killed_by=TEST_SEGMENTS + "test_a_declared_break_opens_a_row_and_trains_only_what_it_sampled[compaction]",
+    ),
+    _SEGMENTS(
+        name="engine log-probs shifted",
+        why="[P12] Log-probs stand one token too early.",
+        old="logprobs=tuple(logprobs)",
+        new="logprobs=(*logprobs[1:], 0.0)",
+        killed_by=TEST_SEGMENTS + "test_logprobs_stand_at_their_tokens",
+    ),
+    _SEGMENTS(
+        name="calls in file order",
+        why="Calls are taken as they come instead of by their order number.",
+        old="in sorted(rollout.calls, key=lambda c: c.order):",
+        new="in rollout.calls:",
+        killed_by=TEST_SEGMENTS + "test_calls_are_taken_by_order_number",
+    ),
+    _SEGMENTS(
+        name="silent break",
+        why="[P17] A prompt that rewrites the history opens a row without being asked to.",
+        old="if call.break_reason is None:",
+        new="if False:",
+        killed_by=TEST_SEGMENTS
+        + "test_an_undeclared_break_is_an_error_with_the_place[prompt0-token 2 is 9, expected 3]",
+    ),
+    _SEGMENTS(
+        name="advantage shared out",
+        why="[P3] A rollout's advantage is divided by its segments.",
+        old="else advantages[rollout.rollout_id],",
+        new="else advantages[rollout.rollout_id] / len(segments_of(rollout)),",
+        killed_by=TEST_SEGMENTS + "test_rows_share_the_rollouts_advantage_through_their_own_masks",
+    ),
+    _SEGMENTS(
+        name="failed rollout trained",
+        why="[P28] A failed rollout becomes rows with advantage 0, which are in N.",
+        old="        if not rollout.is_voter:\n            continue\n",
+        new="        advantages = {rollout.rollout_id: 0.0} | dict(advantages)\n",
+        killed_by=TEST_SEGMENTS + "test_a_rollout_that_does_not_vote_has_no_rows",
+    ),
+]
+
+PLAN: list[Mutation] = [
+    _FOOTPRINT(
+        name="budget of real tokens",
+        why="[P6] A padded micro-batch is measured by the sum of its rows.",
+        old="return rows_C * longest_C",
+        new="return sums_C",
+        killed_by=TEST_GAPS + "test_the_rectangle_is_checked",
+    ),
+    Mutation(
+        name="filled by real tokens",
+        why="[P6] Padded micro-batches are filled until the sum of their rows reaches the budget.",
+        module="evenstep.plan.local",
+        old='if problem.room.layout == "packed":',
+        new='if problem.room.layout != "fixed":',
+        killed_by=TEST_PLAN_FAULTS + "test_the_budget_is_on_the_rectangle[local]",
+    ),
+    _FOOTPRINT(
+        name="rounded down to the multiple",
+        why="[P6] Widths are rounded down.",
+        old="(lengths_R + (self.multiple - 1)) // self.multiple",
+        new="lengths_R // self.multiple",
+        killed_by=TEST_PLAN_CASES + "test_widths_and_budget_of_the_context_parallel_case",
+    ),
+    _FOOTPRINT(
+        name="fixed shape of the rows there are",
+        why="[P6] A fixed micro-batch is measured without its fillers.",
+        old="return self.cell_rows * longest_C",
+        new="return rows_C * longest_C",
+        killed_by=TEST_GAPS + "test_a_fixed_cell_is_measured_with_its_fillers",
+    ),
+    Mutation(
+        name="sum bound as the answer",
+        why="[P24] The number of micro-batches is ceil(sum / budget).",
+        module="evenstep.plan.local",
+        old="if at < len(free):",
+        new="if free and len(cells) >= -(-int(problem.widths_R[positions].sum()) // capacity):\n"
+        "            left, cell = free.pop()\n"
+        "            cells[cell].append(position)\n"
+        "        elif at < len(free):",
+        killed_by=TEST_PLAN_CASES + "test_rows_that_cannot_share[local-packed]",
+    ),
+    Mutation(
+        name="own number of micro-batches",
+        why="[P4] A rank runs as many micro-batches as its own rows need.",
+        module="evenstep.plan.local",
+        old="parts = split_to_count(problem, cells, num_microbatches)",
+        new="parts = cells",
+        killed_by=TEST_PLAN_FAULTS + "test_counts_are_agreed_for_placed_rows",
+    ),
+    Mutation(
+        name="company for an over-long row",
+        why="[P25] A row over the budget may have a companion.",
+        module="evenstep.plan.local",
+        old="max(1, capacity // int(widths[start]))",
+        new="max(2, capacity // int(widths[start]))",
+        killed_by=TEST_PLAN_FAULTS + "test_over_long_rows_stand_alone[local-padded]",
+    ),
+    _PROMISES(
+        name="lost rows unnoticed",
+        why="[P18, P22] Only rows in several cells are noticed, rows in none are not.",
+        old="np.flatnonzero(seen != expected)",
+        new="np.flatnonzero(seen > expected)",
+        killed_by=TEST_PLAN_CHECK + "test_a_lost_row",
+    ),
+    _PROMISES(
+        name="doubled rows unnoticed",
+        why="Only rows in no cell are noticed, rows in several are not.",
+        old="np.flatnonzero(seen != expected)",
+        new="np.flatnonzero(seen < expected)",
+        killed_by=TEST_PLAN_CHECK + "test_a_doubled_row",
+    ),
+    _PROMISES(
+        name="torn rollouts unnoticed",
+        why="[P22] Rows of a rollout may be in different windows.",
+        old="    if torn.size:",
+        new="    if torn.size > num_rows:",
+        killed_by=TEST_PLAN_FAULTS + "test_windows_keep_rollouts_and_groups_whole",
+    ),
+]

@@ -1,0 +1,428 @@
+"""Wrong formulas between the rows of a plan and the optimizer's step: tokens, sums, ranks, clipping.
+
+``contract/test_mutations.py`` puts each into the production code; P1 to P35 are the known faults it is typical of.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from mutations import Mutation
+
+_COLLATE = partial(Mutation, module="evenstep.train.collate")
+_LOGPROBS = partial(Mutation, module="evenstep.train.logprobs")
+_RANKS = partial(Mutation, module="evenstep.train.distributed")
+_STEP = partial(Mutation, module="evenstep.train.step")
+_POLICY = partial(Mutation, module="evenstep.train.policy")
+_TOTALS = partial(Mutation, module="evenstep.train.totals")
+_WINDOW = partial(Mutation, module="evenstep.train.window")
+
+TEST_FORMULAS = "tests/unit/train/test_loss_formulas.py::"
+TEST_STEP = "tests/unit/train/test_trainer_step.py::"
+TEST_LOGPROBS = "tests/unit/train/test_logprobs.py::"
+TEST_CASES = "tests/unit/test_cases_train.py::"
+TEST_ISOLATION = "tests/unit/train/test_trainer_isolation.py::"
+TEST_GAPS = "tests/unit/test_mutation_gaps.py::"
+
+TOKENS: list[Mutation] = [
+    _COLLATE(
+        name="shift by one",
+        why="[P12] The hidden state of the trained token itself predicts it.",
+        old="start + t - 1 for start, t",
+        new="start + t for start, t",
+        killed_by=TEST_CASES + "test_p12_token_t_given_the_tokens_before[1-padded]",
+    ),
+    _COLLATE(
+        name="first trained token lost",
+        why="[P12] The first trained token of each row has weight 0.",
+        old="weights_N=join([np.repeat(np.asarray(weights, dtype=np.float64), counts)], dtype)",
+        new="weights_N=join([w * (np.arange(n) > 0) for w, n in zip(weights, counts, strict=True)], dtype)",
+        killed_by=TEST_CASES + "test_p9_rollout_mean[6]",
+    ),
+    _COLLATE(
+        name="mask of another row",
+        why="[P7] Every row of a micro-batch gets the last one's per-token advantages.",
+        old="join([row.advantages_T[t] for row, t in zip(rows, trained, strict=True)], dtype)",
+        new="join([np.resize(rows[-1].advantages_T, 99)[t] for t in trained], dtype)",
+        killed_by=TEST_CASES + "test_p7_each_row_its_own_mask[padded]",
+    ),
+    _COLLATE(
+        name="masked instead of left out",
+        why="[P13] What stands at masked positions is multiplied by 0 instead of never read.",
+        old="join([value[t] for value, t in zip(values, trained, strict=True)], dtype)",
+        new="join([value[t] + 0.0 * value[0] for value, t in zip(values, trained, strict=True)], dtype)",
+        killed_by=TEST_CASES + "test_p13_numbers[2.0-nan]",
+    ),
+    _COLLATE(
+        name="filler counted",
+        why="[P10] Rows that fill up a micro-batch are copies that keep weight, mask and advantage.",
+        old="documents = [row.token_ids for row in rows] +",
+        new=(
+            "rows, weights = [*rows, *rows[-1:] * num_fillers], [*weights, *[*weights][-1:] * num_fillers]\n"
+            "    documents = [row.token_ids for row in rows] +"
+        ),
+        killed_by=TEST_CASES + "test_p10_own_fillers_change_nothing[4]",
+        is_long=True,
+    ),
+    _COLLATE(
+        name="uncounted fillers",
+        why="[P10] Fillers that a micro-batch runs are not reported.",
+        old="        num_fillers=num_fillers,",
+        new="        num_fillers=0,",
+        killed_by=TEST_CASES + "test_p10_own_fillers_change_nothing[4]",
+        is_long=True,
+    ),
+    _COLLATE(
+        name="positions run on",
+        why="[P30] Positions of packed rows do not start at 0 again.",
+        old="np.concatenate([np.arange(share) for share in shares])[None]",
+        new="np.arange(sum(shares))[None]",
+        killed_by=TEST_ISOLATION + "test_positions_start_at_0_for_each_row[packed]",
+        is_long=True,
+    ),
+    _COLLATE(
+        name="packed rows see each other",
+        why="[P30] A packed micro-batch is one document.",
+        old="document_lengths = tuple(shares)",
+        new="document_lengths = (sum(shares),)",
+        killed_by=TEST_CASES + "test_p30_pack_of_two[packed]",
+    ),
+    _COLLATE(
+        name="results in another order",
+        why="[P8] Results are handed out in the order of the row ids, not in that of the micro-batch.",
+        old="for row in self.rows:",
+        new="for row in sorted(self.rows, key=lambda row: str(row.row_id)):",
+        killed_by=TEST_CASES + "test_p8_results_belong_to_their_rows[1]",
+        is_long=True,
+    ),
+    _COLLATE(
+        name="mask from the pad id",
+        why="[P32] Attention leaves out every token whose id is the pad id.",
+        old='{"input_ids": self.input_ids_BT, "use_cache": False}',
+        new='{"input_ids": self.input_ids_BT, "attention_mask": self.input_ids_BT.ne(2).long(), "use_cache": False}',
+        killed_by=TEST_CASES + "test_p32_end_tokens_are_trained[padded]",
+    ),
+    _LOGPROBS(
+        name="temperature in one pass",
+        why="[P31] Scoring leaves the temperature out that training divides by.",
+        old="if temperature != 1.0:",
+        new="if temperature != 1.0 and torch.is_grad_enabled():",
+        killed_by=TEST_FORMULAS + "test_gspo_by_hand[2.0]",
+    ),
+    _LOGPROBS(
+        name="times temperature",
+        why="[P31] Logits are multiplied by the temperature.",
+        old="logits_NV = logits_NV / temperature",
+        new="logits_NV = logits_NV * temperature",
+        killed_by=TEST_LOGPROBS + "test_chunks_equal_the_models_own_logits[0.7-tied]",
+    ),
+    _LOGPROBS(
+        name="soft cap left out",
+        why="[P31] Chunks leave out the cap that the model puts on its logits.",
+        old="return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)",
+        new="return logits_NV",
+        killed_by=TEST_LOGPROBS + "test_chunks_equal_the_models_own_logits[1.0-soft_capped]",
+    ),
+    _LOGPROBS(
+        name="entropy of raw logits",
+        why="The entropy takes Σ p·z with normalised z, and adds the normaliser again.",
+        old="probs_NV * logits_NV, 0.0)",
+        new="probs_NV * (logits_NV - lse_N[:, None]), 0.0)",
+        killed_by=TEST_LOGPROBS + "test_chunks_equal_the_models_own_logits[1.0-tied]",
+    ),
+    _LOGPROBS(
+        name="all logits kept",
+        why="Every chunk's logits stay alive for the backward pass.",
+        old="found = checkpoint(one, hidden_NH[part], targets_N[part], use_reentrant=False, preserve_rng_state=False)",
+        new="found = one(hidden_NH[part], targets_N[part])",
+        killed_by=TEST_GAPS + "test_chunks_of_logits_are_not_saved",
+    ),
+]
+
+ACROSS_RANKS: list[Mutation] = [
+    _RANKS(
+        name="averaging of shards",
+        why="[P2] Sharded gradients are averaged over ranks.",
+        old="module.set_gradient_divide_factor(1.0)",
+        new="module.set_gradient_divide_factor(float(dist.get_world_size()))",
+        killed_by=TEST_CASES + "test_ranks_run_in_step[2-P2-sharded]",
+        is_long=True,
+    ),
+    _RANKS(
+        name="averaging of replicas",
+        why="[P2] Replicated gradients are averaged over ranks.",
+        old="dist.all_reduce(flat, op=dist.ReduceOp.SUM)",
+        new="dist.all_reduce(flat, op=dist.ReduceOp.SUM); flat[len(members) :] /= dist.get_world_size()",
+        killed_by=TEST_CASES + "test_ranks_run_in_step[2-P2-replicated]",
+        is_long=True,
+    ),
+    _RANKS(
+        name="mean of rank sums",
+        why="[P2] The reported loss is a mean over ranks of sums that were to be added.",
+        old="table_WX[:, : len(sums)].sum(0).tolist()",
+        new="table_WX[:, : len(sums)].mean(0).tolist()",
+        killed_by=TEST_CASES + "test_p2_p4_p5_p14_numbers[replicated]",
+        is_long=True,
+    ),
+    _RANKS(
+        name="sums in bfloat16",
+        why="[P34] Sums over ranks are taken in a low-precision type.",
+        old="[*sums.values(), *maxima.values()], dtype=torch.float64)",
+        new="[*sums.values(), *maxima.values()], dtype=torch.bfloat16)",
+        killed_by=TEST_CASES + "test_ranks_run_in_step[4-P34-replicated]",
+        is_long=True,
+    ),
+    _RANKS(
+        name="norm of a shard",
+        why="[P29] Each rank clips by the norm of its own shard.",
+        old="get_total_norm([p.grad for p in",
+        new="get_total_norm([p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in",
+        killed_by=TEST_CASES + "test_p29_one_clip_of_the_final_gradient",
+        is_long=True,
+    ),
+    _RANKS(
+        name="never given back",
+        why="Parameters stay gathered after the last micro-batch, and no gradient is reduced.",
+        old="model.set_reshard_after_backward(is_last)",
+        new="model.set_reshard_after_backward(False)",
+        killed_by=TEST_CASES + "test_ranks_run_in_step[2-P2-sharded]",
+        is_long=True,
+    ),
+    _RANKS(
+        name="no agreement",
+        why="[P4] Ranks run on what they hold without comparing it.",
+        old="if len(set(found)) == 1:",
+        new="if found:",
+        killed_by="tests/dist/test_step_agreement.py::test_replicas_with_other_weights",
+        is_long=True,
+    ),
+]
+
+STEP: list[Mutation] = [
+    _STEP(
+        name="mean of means",
+        why="[P1] Each micro-batch divides by its own trained tokens, and the step by their number.",
+        old="fn(cell, k == len(cells) - 1)",
+        new=(
+            "fn(replace(cell, weights_N=torch.ones_like(cell.weights_N) / max(1, len(cell.weights_N)) / len(cells)), "
+            "k == len(cells) - 1)"
+        ),
+        killed_by=TEST_CASES + "test_p1_numbers[4-2]",
+    ),
+    _STEP(
+        name="mean of rank means",
+        why="[P2] Each rank divides by its own trained tokens, and the step by the number of ranks.",
+        old="    for k, indices in enumerate(cells):",
+        new=(
+            "    num_own = sum(window.rows[index].num_trained_tokens for cell in cells for index in cell)\n"
+            "    share = window.num_trained_tokens / max(1, num_own) / distributed.rank_and_size()[1]\n"
+            "    window = replace(window, weights_R=window.weights_R * share)\n"
+            "    for k, indices in enumerate(cells):"
+        ),
+        killed_by=TEST_CASES + "test_p2_p4_p5_p14_numbers[replicated]",
+        is_long=True,
+    ),
+    _STEP(
+        name="divided by K again",
+        why="[P21] The loss of the window is divided by the number of micro-batches once more.",
+        old="window.weights_R[list(indices)],",
+        new="window.weights_R[list(indices)] / len(cells),",
+        killed_by=TEST_CASES + "test_p21_weights_move_by_the_whole_step",
+    ),
+    _STEP(
+        name="micro-batch without trained tokens skipped",
+        why="[P14, P4] A rank leaves out a micro-batch in which it has nothing to train.",
+        old="        fn(cell, k == len(cells) - 1)",
+        new="        if len(cell.targets_N):\n            fn(cell, k == len(cells) - 1)",
+        killed_by=TEST_CASES + "test_ranks_run_in_step[2-P14-sharded]",
+        is_long=True,
+    ),
+    _STEP(
+        name="inert cells skipped",
+        why="[P5] A rank without rows runs nothing.",
+        old="    for k, indices in enumerate(cells):\n",
+        new="    for k, indices in enumerate(cells):\n        if not indices:\n            continue\n",
+        killed_by=TEST_CASES + "test_ranks_run_in_step[4-P5-sharded]",
+        is_long=True,
+    ),
+    _STEP(
+        name="weights in another order",
+        why="[P8] Weights are given to a micro-batch in the caller's order, not in the plan's.",
+        old="window.weights_R[list(indices)],",
+        new="window.weights_R[sorted(indices)],",
+        killed_by=TEST_CASES + "test_p15_voters_without_tokens[rollout]",
+    ),
+    _STEP(
+        name="replicas never summed",
+        why="[P2] Each replica keeps the gradient of its own rows.",
+        old="        if not self.is_sharded:\n            distributed.sum_gradients(self.parameters)",
+        new="        if False:\n            distributed.sum_gradients(self.parameters)",
+        killed_by=TEST_CASES + "test_ranks_run_in_step[2-P2-replicated]",
+        is_long=True,
+    ),
+    _STEP(
+        name="clip each micro-batch",
+        why="[P29] The gradient is clipped after every backward.",
+        old="            outputs.update(self._scatter(cell, out))\n\n        # evaluation",
+        new=(
+            "            outputs.update(self._scatter(cell, out))\n"
+            "            if self.options.max_grad_norm is not None:\n"
+            "                nn.utils.clip_grad_norm_(self.parameters, self.options.max_grad_norm)\n\n"
+            "        # evaluation"
+        ),
+        killed_by=TEST_STEP + "test_grad_is_final_and_not_clipped[0.001]",
+        is_long=True,
+    ),
+    _STEP(
+        name="clip before scale",
+        why="[P29] The gradient is clipped before it is divided by N.",
+        old="scale = self.options.max_grad_norm / grad_norm",
+        new="scale = self.options.max_grad_norm / (grad_norm * window.num_trained_tokens)",
+        killed_by=TEST_STEP + "test_sgd[padded-400-0.3]",
+        is_long=True,
+    ),
+    _STEP(
+        name="norm after clipping",
+        why="[P29] The norm is reported after clipping.",
+        old="skip_reason=skip_reason, grad_norm=grad_norm)",
+        new="skip_reason=skip_reason, grad_norm=min(grad_norm, self.options.max_grad_norm or grad_norm))",
+        killed_by=TEST_STEP + "test_sgd[padded-400-0.3]",
+        is_long=True,
+    ),
+    _STEP(
+        name="step without trained tokens",
+        why="[P15] A window without trained tokens steps when another term has a coefficient.",
+        old="if window.num_trained_tokens == 0:",
+        new="if window.num_trained_tokens < 0:",
+        killed_by=TEST_GAPS + "test_no_trained_token_no_step",
+    ),
+    _POLICY(
+        name="step without signal",
+        why="[P15] Adam steps on a window whose advantages are all 0.",
+        old="return None if window.has_signal or has_other_terms else",
+        new="return None if True else",
+        killed_by=TEST_CASES + "test_p15_adamw_does_not_drift[False]",
+    ),
+    _STEP(
+        name="gradients left over",
+        why="The step adds to what .grad held before.",
+        old="        self.optimizer.zero_grad(set_to_none=True)\n        state =",
+        new="        state =",
+        killed_by=TEST_STEP + "test_grad_is_final_and_not_clipped[None]",
+        is_long=True,
+    ),
+    _STEP(
+        name="dropout in training",
+        why="[P31] The training pass runs with dropout, scoring without.",
+        old="self.model.train(self.options.activation_checkpointing)",
+        new="self.model.train()",
+        killed_by=TEST_STEP + "test_dropout_is_off[padded]",
+        is_long=True,
+    ),
+    _WINDOW(
+        name="signal in every row",
+        why="[P15] A window steps only when all of its rows carry an advantage.",
+        old="has_signal=any(",
+        new="has_signal=all(",
+        killed_by=TEST_GAPS + "test_one_row_with_an_advantage_is_enough",
+    ),
+    _WINDOW(
+        name="segments per voter",
+        why="[P20] The mean of segments divides by rows.",
+        old="segments_per_rollout_mean=len(rows) / len(segments)",
+        new="segments_per_rollout_mean=sum(segments) / len(rows)",
+        killed_by=TEST_CASES + "test_p20_rollouts_and_rows_are_told_apart",
+    ),
+    _POLICY(
+        name="importance weight upside down",
+        why="The truncated importance weight is engine over old.",
+        old="torch.exp(old_N - cell.engine_logprobs_N)",
+        new="torch.exp(cell.engine_logprobs_N - old_N)",
+        killed_by=TEST_FORMULAS + "test_terms_by_hand[1.2-terms0-1.0]",
+    ),
+    _POLICY(
+        name="importance weight of the current policy",
+        why="The importance weight takes the current log-probs, and so the ratio twice.",
+        old="torch.exp(old_N - cell.engine_logprobs_N)",
+        new="torch.exp(out.logprobs_N - cell.engine_logprobs_N)",
+        killed_by=TEST_FORMULAS + "test_terms_by_hand[1.2-terms0-1.0]",
+    ),
+    _POLICY(
+        name="importance weight not truncated",
+        why="The importance weight has no upper bound.",
+        old=".clamp(max=options.importance_cap)",
+        new="",
+        killed_by=TEST_FORMULAS + "test_terms_by_hand[1.2-terms0-1.0]",
+    ),
+    _POLICY(
+        name="kl subtracted",
+        why="The KL term is a bonus.",
+        old="losses_N + options.kl_coef * kl_N",
+        new="losses_N - options.kl_coef * kl_N",
+        killed_by=TEST_FORMULAS + "test_terms_by_hand[None-terms1-1.0]",
+    ),
+    _POLICY(
+        name="entropy penalised",
+        why="The entropy bonus has the wrong sign.",
+        old="losses_N - options.entropy_coef * out.entropies_N",
+        new="losses_N + options.entropy_coef * out.entropies_N",
+        killed_by=TEST_FORMULAS + "test_terms_by_hand[None-terms2-1.0]",
+    ),
+    _POLICY(
+        name="segment ratio as rollout ratio",
+        why="gspo by rollout takes each row's own mean log-ratio.",
+        old="if state.log_ratios is not None:",
+        new="if False:",
+        killed_by=TEST_FORMULAS + "test_gspo_by_hand[1.0]",
+    ),
+    _POLICY(
+        name="ratio without length",
+        why="gspo multiplies all token ratios of a rollout instead of taking their geometric mean.",
+        old="total / max(window.tokens_per_rollout[rollout_id], 1) for",
+        new="total for",
+        killed_by=TEST_FORMULAS + "test_gspo_by_hand[1.0]",
+    ),
+    _POLICY(
+        name="rollouts of one rank",
+        why="gspo by rollout looks at the rows of its own rank only.",
+        old="for part in distributed.exchange(sums):",
+        new="for part in [sums]:",
+        killed_by=TEST_GAPS + "test_rollouts_across_ranks_have_one_ratio",
+        is_long=True,
+    ),
+    _POLICY(
+        name="engine divergence the other way round",
+        why="The engine's divergence is estimated with its arguments swapped.",
+        old='kl_estimate(cell.engine_logprobs_N.double(), logprobs_N, "k3")',
+        new='kl_estimate(logprobs_N, cell.engine_logprobs_N.double(), "k3")',
+        killed_by=TEST_FORMULAS + "test_terms_by_hand[None-terms0-1.0]",
+    ),
+    _TOTALS(
+        name="metric of micro-batch means",
+        why="[P19] A per-token metric adds up the means of micro-batches.",
+        old="                self._add(name, values_N)",
+        new="                self._add(name, values_N / max(1, len(values_N)))",
+        killed_by=TEST_CASES + "test_p19_entropy_is_a_token_mean[10]",
+    ),
+    _TOTALS(
+        name="mean instead of highest",
+        why="The largest deviation of the ratio is a sum of the micro-batches' largest.",
+        old="torch.maximum(self._maxima.get(name, highest), highest)",
+        new="self._maxima.get(name, 0.0) + highest",
+        killed_by=TEST_CASES + "test_p19_clip_fraction_and_ratio[3]",
+    ),
+    _TOTALS(
+        name="metrics over rows",
+        why="[P19] Per-token metrics are divided by the number of rows.",
+        old="total / num_tokens if num_tokens else None",
+        new="total / window.num_rows if num_tokens else None",
+        killed_by=TEST_CASES + "test_p19_entropy_is_a_token_mean[10]",
+    ),
+    _TOTALS(
+        name="loss of unweighted sums",
+        why="[P2] The reported loss is a plain sum.",
+        old='self._add("loss", weighted_N)',
+        new='self._add("loss", terms.losses_N)',
+        killed_by=TEST_CASES + "test_p1_numbers[4-2]",
+    ),
+]
