@@ -33,13 +33,16 @@ def type_text(annotation: Any) -> str:
     """A key's type as a reader of TOML knows it."""
     if typing.get_origin(annotation) is typing.Literal:
         return " \\| ".join(f'`"{choice}"`' for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return type_text(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is tuple:
-        return f"array of {len(typing.get_args(annotation))} numbers"
+        parts = typing.get_args(annotation)
+        return "array of texts" if parts[0] is str else f"array of {len(parts)} numbers"
     if typing.get_origin(annotation) is Mapping:
         return "table"
     names = {int: "integer", float: "number", str: "text", bool: "true or false"}
     present = [part for part in typing.get_args(annotation) or (annotation,) if part is not type(None)]
-    return " or ".join(names[part] for part in present)
+    return " or ".join(names.get(part) or type_text(part) for part in present)
 
 
 def value_text(value: Any) -> str:

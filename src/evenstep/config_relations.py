@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evenstep.config_schema import Config, PlanSection, RolloutSection, TrainSection
+from evenstep.config_schema import Config, PlanSection, RolloutSection, Section, TrainSection
 from evenstep.errors import ConfigError
 
 __all__ = ["check_relations", "listed"]
@@ -34,7 +34,7 @@ def check_relations(config: Config) -> None:
             f"found {train.rollouts_per_window} and {rollout.num_generations}; for example "
             f"train.rollouts_per_window = {multiple}"
         )
-    if credit.estimator != "reinforce_pp" and rollout.num_generations < 2:
+    if credit.estimator not in ("reinforce_pp", "gae") and rollout.num_generations < 2:
         problems.append(
             f"credit.estimator = {credit.estimator!r} compares the rollouts of a group, found "
             f"rollout.num_generations = {rollout.num_generations}, where every advantage is 0; set it to 2 or more"
@@ -50,7 +50,7 @@ def check_relations(config: Config) -> None:
             f"credit.constant belongs to credit.normaliser = 'constant' alone, found normaliser {credit.normaliser!r} "
             f"and {found}; give both or neither"
         )
-    problems += _plan_problems(plan) + _train_problems(train)
+    problems += _plan_problems(plan) + _train_problems(train) + _pass_problems(config)
     if config.evaluation.num_tasks and config.evaluation.seed == config.run.seed:
         problems.append(
             f"evaluation.seed and run.seed must differ so that held-out tasks are not trained on, found both "
@@ -83,6 +83,60 @@ def _product_problem(rollout: RolloutSection, train: TrainSection) -> str:
     )
 
 
+def _given(section: Section, names: Sequence[str] | None = None) -> list[str]:
+    """Keys of a section that differ from their defaults."""
+    fields = type(section).model_fields
+    return [name for name in names or fields if getattr(section, name) != fields[name].get_default()]
+
+
+def _pass_problems(config: Config) -> list[str]:
+    """What belongs to a pass that is not taken, or to a model that is not there."""
+    train, problems = config.train, list[str]()
+    if train.old_logprobs == "detached" and (train.epochs > 1 or train.windows_per_collection > 1):
+        problems.append(
+            f"train.old_logprobs = 'detached' is exact for one window and one epoch, found "
+            f"train.windows_per_collection = {train.windows_per_collection} and "
+            f"train.epochs = {train.epochs}; set both to 1, or use 'scored'"
+        )
+    if train.old_logprobs == "detached" and config.has_kl_in_reward:
+        problems.append(
+            "train.kl_in = 'reward' needs log-probs before credit, found train.old_logprobs = 'detached'; leave it "
+            "out, or set it to 'scored' or 'engine'"
+        )
+    if train.old_logprobs == "engine":
+        problems += [
+            f"train.{name} compares old with engine log-probs, which train.old_logprobs = 'engine' makes the same; "
+            f"leave it out, or set train.old_logprobs = 'scored'"
+            for name in _given(train, ("importance_cap", "sequence_mask"))
+        ]
+    if train.score_max_tokens_per_gpu is not None and not config.has_scoring_pass:
+        problems.append(
+            f"train.score_max_tokens_per_gpu belongs to a scoring pass, found {train.score_max_tokens_per_gpu} where "
+            f"old log-probs are detached and no reference or critic is used; leave it out, or set "
+            f"train.old_logprobs = 'scored'"
+        )
+    if train.kl_coef == 0 and (given := _given(train, ("kl_in", "kl_estimator"))):
+        problems.append(
+            f"train.{given[0]} belongs to a KL term, found train.kl_coef = 0; set train.kl_coef, or leave it out"
+        )
+    if train.kl_coef > 0 and train.kl_in == "loss" and train.kl_estimator == "k1":
+        problems.append(
+            "train.kl_estimator = 'k1' has no expected gradient on-policy, found train.kl_in = 'loss'; use 'k2' or "
+            "'k3', or set train.kl_in = 'reward'"
+        )
+    if not config.has_critic:
+        of_critic = [f"credit.{name}" for name in _given(config.credit, ("gamma", "lam", "truncated_value"))]
+        of_critic += [f"critic.{name}" for name in _given(config.critic)]
+        if of_critic:
+            problems.append(
+                f"{', '.join(of_critic)} belong to credit.estimator = 'gae', found {config.credit.estimator!r}; leave "
+                f"them out, or set credit.estimator = 'gae'"
+            )
+    if config.lora.rank == 0 and (given := _given(config.lora)):
+        problems.append(f"lora.{given[0]} belongs to adapters, found lora.rank = 0; set lora.rank, or leave it out")
+    return problems
+
+
 def _plan_problems(plan: PlanSection) -> list[str]:
     problems: list[str] = []
     if plan.layout != "fixed" and plan.max_tokens_per_gpu is None:
@@ -105,21 +159,20 @@ def _plan_problems(plan: PlanSection) -> list[str]:
 
 def _train_problems(train: TrainSection) -> list[str]:
     problems: list[str] = []
-    if train.old_logprobs == "detached" and (train.epochs > 1 or train.windows_per_collection > 1):
-        problems.append(
-            f"train.old_logprobs = 'detached' is exact for one window and one epoch, found "
-            f"train.windows_per_collection = {train.windows_per_collection} and "
-            f"train.epochs = {train.epochs}; set both to 1, or use 'scored'"
-        )
-    if train.score_max_tokens_per_gpu is not None and train.is_detached:
-        problems.append(
-            f"train.score_max_tokens_per_gpu belongs to a scoring pass, found {train.score_max_tokens_per_gpu} where "
-            f"old log-probs are detached; leave it out, or set train.old_logprobs = 'scored'"
-        )
     if train.ratio_unit != "rollout" and train.loss != "gspo":
         problems.append(
             f"train.ratio_unit belongs to train.loss = 'gspo', found {train.ratio_unit!r} with loss {train.loss!r}; "
             f"leave it out, or set train.loss = 'gspo'"
+        )
+    if train.sync != "last" and train.sharding != "fsdp2":
+        problems.append(
+            f"train.sync belongs to train.sharding = 'fsdp2', found {train.sync!r} with {train.sharding!r}: replicated "
+            f"gradients are summed once per window; leave it out"
+        )
+    if train.sequence_mask is not None and not 0 <= train.sequence_mask[0] < 1 < train.sequence_mask[1]:
+        problems.append(
+            f"train.sequence_mask must be [low, high] with 0 <= low < 1 < high, found {list(train.sequence_mask)}; for "
+            f"example [0.5, 2.0]"
         )
     if train.dual_clip is not None and train.loss == "cispo":
         problems.append(

@@ -68,13 +68,20 @@ class CompactionSection(Section):
 
 
 class CreditSection(Section):
-    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
-        "grpo", description="advantages from the rewards of a group, or of the window for `reinforce_pp`"
+    estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
+        "grpo",
+        description="advantages from the rewards of a group, of the window for `reinforce_pp`, or from a critic's "
+        "values for `gae`",
     )
     normaliser: Literal["token", "rollout", "prompt", "constant", "row"] = Field(
         "token", description="what a token's weight is one divided by, over the whole window"
     )
     constant: float | None = Field(None, gt=0, description="per-rollout constant of normaliser `constant`, in tokens")
+    gamma: float = Field(1.0, ge=0, le=1, description="`gae`: discount per trained token")
+    lam: float = Field(1.0, ge=0, le=1, description="`gae`: λ")
+    truncated_value: Literal["zero", "bootstrap"] = Field(
+        "zero", description="`gae`: value after the last token of a truncated rollout: 0, or the critic's"
+    )
 
 
 class PlanSection(Section):
@@ -110,27 +117,71 @@ class TrainSection(Section):
         None, gt=1, description="with a negative advantage the loss is at most this times it; absent: no such limit"
     )
     entropy_coef: float = Field(0.0, description="times the entropy, subtracted from the loss")
+    kl_coef: float = Field(0.0, ge=0, description="times the KL to the policy at step 0; 0: no reference pass")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="where the KL goes: a term of the loss, or subtracted from the reward before any baseline"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="KL estimate of a token; `k1` in the reward only, because it has no gradient on-policy"
+    )
     importance_cap: float | None = Field(
         None, gt=0, description="truncated importance weight min(cap, exp(old - engine)) on the loss; absent: none"
     )
+    sequence_mask: Annotated[tuple[float, float], Field(strict=False)] | None = Field(
+        None,
+        description="[low, high]: policy terms of rollouts whose exp(mean of old - engine) is outside are 0; absent: "
+        "none",
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="the ratio is clipped above 1 + clip_high")
-    old_logprobs: Literal["auto", "detached", "scored"] = Field(
+    old_logprobs: Literal["auto", "detached", "scored", "engine"] = Field(
         "auto",
         description="log-probs the ratio is taken against: `detached` (of the same pass; one window and one epoch), "
-        "`scored` (a pass over the collection before its first update), `auto` (detached where it is exact)",
+        "`scored` (a pass over the collection before its first update), `engine` (as sampled), `auto` (detached where "
+        "it is exact, else scored)",
     )
     sharding: Literal["replicated", "fsdp2"] = Field("replicated", description="parameters on every rank, or FSDP2")
+    sync: Literal["last", "each"] = Field(
+        "last",
+        description="`fsdp2`: gradients are reduced once per window (fewest collectives) or in every micro-batch "
+        "(least memory: no rank holds whole gradients)",
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of forward and backward; parameters, gradients and moments stay float32"
+    )
+    activation_checkpointing: bool = Field(
+        False, description="recompute each layer's activations in the backward pass: less memory, more time"
+    )
+    logprob_chunk_tokens: int = Field(1024, ge=1, description="trained tokens whose logits exist at once")
     score_max_tokens_per_gpu: int | None = Field(
-        None, ge=2, description="budget of the scoring pass; absent: the training plan is reused"
+        None,
+        ge=2,
+        description="budget of passes without gradient (old and reference log-probs, values); absent: the training "
+        "plan is reused",
     )
 
-    @property
-    def is_detached(self) -> bool:
-        """Whether the ratio is taken against its own pass; ``auto`` does so where it is 1 by construction."""
-        if self.old_logprobs == "auto":
-            return self.epochs == 1 and self.windows_per_collection == 1
-        return self.old_logprobs == "detached"
+
+class LoraSection(Section):
+    rank: int = Field(0, ge=0, description="rank of the adapters, which alone are trained; 0: all weights are")
+    alpha: float = Field(16.0, gt=0, description="adapters count alpha / rank")
+    target_modules: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        ("all-linear",), min_length=1, description="names of the linear layers that get one; `all-linear`: but the head"
+    )
+
+
+class CriticSection(Section):
+    """Of estimator `gae`."""
+
+    path: str | None = Field(
+        None, min_length=1, description="backbone, named like `model.path`; absent: that of the policy"
+    )
+    lr: float | None = Field(None, gt=0, description="peak learning rate of its AdamW; absent: `train.lr`")
+    value_clip: float = Field(
+        0.2, ge=0, description="how far a value may leave the old one before its loss is clipped; 0: any distance"
+    )
+    max_grad_norm: float | None = Field(
+        None, gt=0, description="the critic's gradient is clipped to this norm; absent: `train.max_grad_norm`"
+    )
 
 
 class CheckpointSection(Section):
@@ -156,13 +207,32 @@ class Config(Section):
     credit: CreditSection
     plan: PlanSection
     train: TrainSection
+    lora: LoraSection
+    critic: CriticSection
     checkpoint: CheckpointSection
     evaluation: EvaluationSection
 
     @property
-    def old_logprobs(self) -> Literal["detached", "scored"]:
-        """``train.old_logprobs`` with ``auto`` decided."""
-        return "detached" if self.train.is_detached else "scored"
+    def has_kl_in_reward(self) -> bool:
+        return self.train.kl_coef > 0 and self.train.kl_in == "reward"
+
+    @property
+    def has_critic(self) -> bool:
+        return self.credit.estimator == "gae"
+
+    @property
+    def old_logprobs(self) -> Literal["detached", "scored", "engine"]:
+        """``train.old_logprobs`` with ``auto`` decided: detached where the ratio is 1 by construction."""
+        train = self.train
+        if train.old_logprobs != "auto":
+            return train.old_logprobs
+        is_detached = train.epochs == 1 and train.windows_per_collection == 1 and not self.has_kl_in_reward
+        return "detached" if is_detached else "scored"
+
+    @property
+    def has_scoring_pass(self) -> bool:
+        """Whether anything is scored before a collection's first update."""
+        return self.old_logprobs == "scored" or self.train.kl_coef > 0 or self.has_critic
 
     @property
     def environment_options(self) -> Any:

@@ -26,6 +26,8 @@ def preflight(config: Config, *, ranks: int | None = None, resume: bool = False)
         ConfigError: names the key, the value and the fix.
     """
     check_packages()
+    if config.lora.rank and importlib.util.find_spec("peft") is None:
+        raise ConfigError("lora.rank needs the extra 'lora', found no peft; run: pip install 'evenstep[lora]'")
     if ranks is not None:
         check_ranks(ranks)
     check_model(config)
@@ -60,19 +62,26 @@ def check_model(config: Config) -> None:
     Raises:
         ConfigError: files are missing, the context is too long for the model, or it cannot do the layout.
     """
-    settings = model_settings(config.model.path)
-    most = max_context_tokens(settings)
-    if most is not None and config.model.max_context_tokens > most:
-        raise ConfigError(
-            f"model.max_context_tokens must be at most {most}, the context that {config.model.path!r} was made for, "
-            f"found {config.model.max_context_tokens}; lower it, compaction keeps rollouts within it"
-        )
-    problem = layout_problem(settings, config.plan.layout)
-    if problem is not None:
-        raise ConfigError(
-            f"plan.layout = {config.plan.layout!r} must keep rows apart, found that {problem}; "
-            f"set plan.layout = 'padded'"
-        )
+    backbones = {"model.path": config.model.path}
+    if config.critic.path is not None:
+        backbones["critic.path"] = config.critic.path
+    for key, path in backbones.items():
+        try:
+            settings = model_settings(path)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("model.path", key)) from None
+        most = max_context_tokens(settings)
+        if most is not None and config.model.max_context_tokens > most:
+            raise ConfigError(
+                f"model.max_context_tokens must be at most {most}, the context that {key} = {path!r} was made for, "
+                f"found {config.model.max_context_tokens}; lower it, compaction keeps rollouts within it"
+            )
+        problem = layout_problem(settings, config.plan.layout)
+        if problem is not None:
+            raise ConfigError(
+                f"plan.layout = {config.plan.layout!r} must keep rows apart, found that {problem} ({key}); "
+                f"set plan.layout = 'padded'"
+            )
 
 
 def check_run_folder(config: Config, *, resume: bool) -> None:

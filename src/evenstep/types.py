@@ -36,6 +36,7 @@ from evenstep.errors import RowError
 
 __all__ = [
     "BREAK_REASONS",
+    "PER_TOKEN_FIELDS",
     "STATUSES",
     "Call",
     "Collection",
@@ -51,6 +52,8 @@ BreakReason = Literal["compaction", "template", "subagent"]
 Status = Literal["ok", "truncated", "failed"]
 BREAK_REASONS: tuple[BreakReason, ...] = ("compaction", "template", "subagent")
 STATUSES: tuple[Status, ...] = ("ok", "truncated", "failed")
+# optional fields of a Row with one value per token
+PER_TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "engine_logprobs", "old_values", "returns")
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -207,6 +210,8 @@ class Row:
     old_logprobs: Float64Array | None = None  # [T]; log-probs the ratio is taken against
     ref_logprobs: Float64Array | None = None  # [T]; reference policy
     engine_logprobs: Float64Array | None = None  # [T]; as sampled
+    old_values: Float64Array | None = None  # [T]; a critic's, before the first update
+    returns: Float64Array | None = None  # [T]; what a critic is trained towards
 
     def __init__(
         self,
@@ -220,6 +225,8 @@ class Row:
         old_logprobs: Sequence[float] | Float64Array | None = None,
         ref_logprobs: Sequence[float] | Float64Array | None = None,
         engine_logprobs: Sequence[float] | Float64Array | None = None,
+        old_values: Sequence[float] | Float64Array | None = None,
+        returns: Sequence[float] | Float64Array | None = None,
     ) -> None:
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or ids.size == 0:
@@ -262,9 +269,11 @@ class Row:
             ("old_logprobs", old_logprobs),
             ("ref_logprobs", ref_logprobs),
             ("engine_logprobs", engine_logprobs),
+            ("old_values", old_values),
+            ("returns", returns),
         ):
             fields[name] = None if values is None else _per_token(name, row_id, values, num_tokens)
-        for name in ("advantage", "old_logprobs", "ref_logprobs", "engine_logprobs"):
+        for name in ("advantage", *PER_TOKEN_FIELDS):
             values = fields[name]
             if values is None:
                 continue

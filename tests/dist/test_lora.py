@@ -33,7 +33,7 @@ import oracle
 from evenstep.errors import ConfigError, StateError
 from evenstep.rollout.engine import Request
 from evenstep.rollout.in_process import InProcessEngine
-from evenstep.train.checkpoint import export, export_adapter, load_checkpoint, save_checkpoint
+from evenstep.train.checkpoint import Trained, export, export_adapter, load_checkpoint, save_checkpoint
 from evenstep.train.distributed import copy_full_weights
 from evenstep.train.lora import adapters_off, add_lora, is_lora
 from evenstep.train.models import load_model
@@ -213,10 +213,12 @@ def save_and_load(folder: Path, case: StepCase) -> dict[str, Any]:
         model = adapted(case, LORA)
         trainer = trainer_of(case, model)
         run_built(case, model, trainer)
-        saved = save_checkpoint(folder, model, trainer.optimizer, {"window": 1, "collection": 1}, keep=1)
+        saved = save_checkpoint(
+            folder, {"policy": Trained(model, trainer.optimizer)}, {"window": 1, "collection": 1}, keep=1
+        )
         fresh = adapted(case, LORA | {"seed": 12})
         other = trainer_of(case, fresh)
-        state = load_checkpoint(saved, fresh, other.optimizer)
+        state = load_checkpoint(saved, {"policy": Trained(fresh, other.optimizer)})
         pairs = {
             "weights": (whole_weights(model), whole_weights(fresh)),
             "moments": (moments(trainer.optimizer, model), moments(other.optimizer, fresh)),

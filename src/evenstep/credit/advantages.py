@@ -24,7 +24,7 @@ import numpy as np
 from evenstep.errors import CreditError
 from evenstep.types import Float64Array
 
-__all__ = ["ESTIMATORS", "rollout_advantages"]
+__all__ = ["ESTIMATORS", "rollout_advantages", "zero_spread_groups"]
 
 STD_FLOOR = 1e-6  # added to a standard deviation, as GRPO implementations do
 
@@ -122,6 +122,25 @@ def rollout_advantages(
         tokens = np.asarray([voter.num_sampled_tokens for voter in voters], dtype=np.int64)
         values = _whitened(np.asarray(values), tokens).tolist()
     return {voter.rollout_id: value for voter, value in zip(voters, values, strict=True)}
+
+
+def zero_spread_groups(rollouts: Iterable[RewardedRollout]) -> list[str]:
+    """Ids of the groups whose voters all have the same raw reward, in order of appearance: nothing to learn from.
+
+    A lone voter has no spread either; a group without voters is not listed.
+
+    >>> from evenstep.types import Rollout
+    >>> zero_spread_groups([Rollout(rollout_id=f"{g}{i}", group_id=g, prompt_id=g, reward=r)
+    ...                     for g, rewards in (("a", [0.7, 0.7]), ("b", [0.7, 0.1])) for i, r in enumerate(rewards)])
+    ['a']
+
+    Source: dynamic sampling of DAPO (Yu et al. 2025).
+    """
+    rewards: dict[str, set[float | None]] = {}
+    for rollout in rollouts:
+        if rollout.is_voter:
+            rewards.setdefault(rollout.group_id, set()).add(rollout.reward)
+    return [group_id for group_id, found in rewards.items() if len(found) == 1]
 
 
 def _is_flat(values: Float64Array) -> bool:

@@ -25,6 +25,8 @@ PLACES = (
     ("plans", "the plan of every step"),
     ("checkpoints", "to resume"),
     ("model", "the policy, a Hugging Face folder"),
+    ("adapter", "its adapters alone, in peft's format"),
+    ("critic", "the critic, a Hugging Face folder"),
 )
 
 

@@ -78,11 +78,11 @@ def segments_of(rollout: Rollout) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def rows_of(rollouts: Iterable[Rollout], advantages: Mapping[str, float]) -> list[Row]:
+def rows_of(rollouts: Iterable[Rollout], advantages: Mapping[str, float] | None = None) -> list[Row]:
     """Rows of the voting rollouts, in order; row ids are ``rollout_id/s<segment>``.
 
-    ``advantages`` maps rollout ids to the one advantage of each; a rollout that does not vote has no rows, because its
-    reward is in no baseline.
+    ``advantages`` maps rollout ids to the one advantage of each (None: 0, until credit is known); a rollout that does
+    not vote has no rows, because its reward is in no baseline.
     """
     rows: list[Row] = []
     for rollout in rollouts:
@@ -96,7 +96,7 @@ def rows_of(rollouts: Iterable[Rollout], advantages: Mapping[str, float]) -> lis
                     group_id=rollout.group_id,
                     token_ids=segment.token_ids,
                     loss_mask=segment.loss_mask,
-                    advantage=advantages[rollout.rollout_id],
+                    advantage=0.0 if advantages is None else advantages[rollout.rollout_id],
                     engine_logprobs=segment.logprobs,
                 )
             )

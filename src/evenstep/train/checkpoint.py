@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -34,16 +34,30 @@ from evenstep.train.lora import is_lora, merged_weights
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["export", "export_adapter", "latest_checkpoint", "load_checkpoint", "read_state", "save_checkpoint"]
+__all__ = [
+    "Trained",
+    "export",
+    "export_adapter",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "read_state",
+    "save_checkpoint",
+]
 
 STATE_FILE = "state.json"
 PREFIX = "window_"
 
 
+class Trained(NamedTuple):
+    """A model and the optimizer of what trains in it."""
+
+    model: PreTrainedModel | PeftModel
+    optimizer: torch.optim.Optimizer
+
+
 def save_checkpoint(
     folder: Path,
-    model: PreTrainedModel | PeftModel,
-    optimizer: torch.optim.Optimizer,
+    trained: Mapping[str, Trained],
     state: Mapping[str, Any],
     *,
     keep: int,
@@ -52,8 +66,8 @@ def save_checkpoint(
 
     Args:
         folder: the run's checkpoint folder.
-        model: replicated or sharded; with adapters, only they are saved.
-        optimizer: its moments are saved once it has stepped.
+        trained: name -> model (replicated or sharded; with adapters, only they are saved) and optimizer, whose moments
+            are saved once it has stepped.
         state: JSON counters; ``state["window"]`` names the checkpoint.
         keep: how many checkpoints stay.
     """
@@ -64,13 +78,11 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _barrier()
-    has_moments = bool(optimizer.state)
-    tensors: dict[str, Any] = {"model": _weights(model)}
-    if has_moments:
-        tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    with_moments = sorted(name for name, (_, optimizer) in trained.items() if optimizer.state)
+    tensors = _tensors(trained, with_moments)
     save(tensors, checkpoint_id=partial / "dcp", no_dist=not dist.is_initialized())
     if rank == 0:
-        document = {"format_version": 1, "num_ranks": size, "has_moments": has_moments, **state}
+        document = {"format_version": 1, "num_ranks": size, "with_moments": with_moments, **state}
         with (partial / STATE_FILE).open("w") as file:
             json.dump(document, file, indent=1)
             file.flush()
@@ -103,7 +115,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
             f"{path}: a checkpoint's counters were expected, found {error}; remove the folder {checkpoint.name} to "
             f"resume from an older one"
         ) from error
-    missing = [name for name in ("window", "num_ranks", "has_moments") if name not in state]
+    missing = [name for name in ("window", "num_ranks", "with_moments") if name not in state]
     if state.get("format_version") == 1 and missing:
         raise FileFormatError(
             f"{path}: found no {', '.join(missing)}; remove the folder to resume from the one before it"
@@ -115,18 +127,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def load_checkpoint(
-    checkpoint: Path, model: PreTrainedModel | PeftModel, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
+def load_checkpoint(checkpoint: Path, trained: Mapping[str, Trained]) -> dict[str, Any]:
     """Load weights and moments in place and return the counters.
 
     Raises:
-        FileFormatError: the checkpoint is broken, or of a model of another shape.
+        FileFormatError: the checkpoint is broken, or of models of another shape.
     """
     state = read_state(checkpoint)
-    tensors: dict[str, Any] = {"model": _weights(model)}
-    if state["has_moments"]:
-        tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    tensors = _tensors(trained, state["with_moments"])
     try:
         load(tensors, checkpoint_id=checkpoint / "dcp", no_dist=not dist.is_initialized())
     except (CheckpointException, OSError, ValueError) as error:
@@ -134,13 +142,22 @@ def load_checkpoint(
             f"{checkpoint}: a whole checkpoint was expected, found {type(error).__name__}: {str(error)[:200]}; remove "
             f"the folder to resume from an older one"
         ) from error
-    # all names came from the model itself; those of frozen weights are not among an adapted model's
-    set_model_state_dict(model, tensors["model"], options=StateDictOptions(strict=not is_lora(model)))
-    if state["has_moments"]:
-        set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=StateDictOptions(strict=True))
-    else:
-        optimizer.state.clear()
+    for name, (model, optimizer) in trained.items():
+        # all names came from the model itself; those of frozen weights are not among an adapted model's
+        set_model_state_dict(model, tensors[name], options=StateDictOptions(strict=not is_lora(model)))
+        if name in state["with_moments"]:
+            moments = tensors[f"{name}.optimizer"]
+            set_optimizer_state_dict(model, optimizer, moments, options=StateDictOptions(strict=True))
+        else:
+            optimizer.state.clear()
     return state
+
+
+def _tensors(trained: Mapping[str, Trained], with_moments: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: _weights(model) for name, (model, _) in trained.items()}
+    for name in with_moments:
+        found[f"{name}.optimizer"] = get_optimizer_state_dict(*trained[name])
+    return found
 
 
 def export(folder: Path, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.types import Float64Array, Row
+from evenstep.train.attention import DOCUMENTS_KWARG
+from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Row
 
 __all__ = ["FILLER_TOKENS", "Cell", "collate"]
 
@@ -46,11 +47,21 @@ class Cell:
     gather_N: Tensor  # [N] flat index into B * T of the token before each trained token
     targets_N: Tensor  # [N] ids of the trained tokens
     row_index_N: Tensor  # [N] which of `rows` each trained token belongs to
+    starts: tuple[int, ...]  # flat index into B * T of each row's first token
     weights_N: Tensor  # [N]
     advantages_N: Tensor  # [N]
     old_logprobs_N: Tensor | None
     ref_logprobs_N: Tensor | None
     engine_logprobs_N: Tensor | None
+    old_values_N: Tensor | None
+    returns_N: Tensor | None
+
+    def model_inputs(self) -> dict[str, object]:
+        """Keyword arguments of a transformers model's forward."""
+        inputs: dict[str, object] = {"input_ids": self.input_ids_BT, "use_cache": False}
+        if self.document_lengths is not None:
+            inputs |= {"position_ids": self.position_ids_BT, DOCUMENTS_KWARG: self.document_lengths}
+        return inputs
 
     def scatter(self, values_N: Tensor) -> dict[Hashable, Tensor]:
         """Per row id, a CPU tensor of the row's own length: the value at trained tokens, 0.0 elsewhere."""
@@ -132,7 +143,6 @@ def collate(
         row_index_N=join([np.repeat(np.arange(len(rows)), counts)], torch.int64),
         weights_N=join([np.repeat(np.asarray(weights, dtype=np.float64), counts)], dtype),
         advantages_N=join([row.advantages_T[t] for row, t in zip(rows, trained, strict=True)], dtype),
-        old_logprobs_N=per_token("old_logprobs"),
-        ref_logprobs_N=per_token("ref_logprobs"),
-        engine_logprobs_N=per_token("engine_logprobs"),
+        starts=tuple(int(start) for start in starts[: len(rows)]),
+        **{f"{name}_N": per_token(name) for name in PER_TOKEN_FIELDS},
     )

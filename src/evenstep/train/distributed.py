@@ -78,9 +78,19 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def use_gradient_sums(model: nn.Module) -> None:
-    """Undo the averaging over ranks that FSDP2 does by default: the one place where it is undone."""
+    """Undo the averaging over ranks that FSDP2 does by default: the one place where it is undone.
+
+    Raises:
+        ConfigError: a group whose gradients are accumulated or reduced in half precision.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            policy = module._get_fsdp_state()._mp_policy
+            if {policy.param_dtype, policy.reduce_dtype} & {torch.bfloat16, torch.float16}:
+                raise ConfigError(
+                    f"sharded gradients must add up in float32, found a fully_shard with {policy}; shard without "
+                    f"mp_policy and give the Trainer compute_dtype='bfloat16'"
+                )
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum; a plain one followed by a division by 1 is exact everywhere
             module.set_force_sum_reduction_for_comms(True)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from evenstep.train.attention import DOCUMENTS_KWARG
 from evenstep.train.collate import Cell
 
 __all__ = ["TokenLogprobs", "cell_logprobs"]
@@ -76,12 +75,9 @@ def cell_logprobs(
         found.append(chunked_logprobs(logits_of, chosen_NH, cell.targets_N, *settings))
         return (hidden[:, :0],)
 
-    inputs: dict[str, object] = {"input_ids": cell.input_ids_BT, "use_cache": False}
-    if cell.document_lengths is not None:
-        inputs |= {"position_ids": cell.position_ids_BT, DOCUMENTS_KWARG: cell.document_lengths}
     handle = head.register_forward_pre_hook(before_head)
     try:
-        logits: Tensor = model(**inputs).logits
+        logits: Tensor = model(**cell.model_inputs()).logits
     finally:
         handle.remove()
     if whole:

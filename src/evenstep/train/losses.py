@@ -7,11 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["LOSSES", "LossFunction", "TokenBatch", "cispo", "gspo", "kl_estimate", "ppo_clip"]
+__all__ = [
+    "LOSSES",
+    "VALUE_LOSSES",
+    "LossFunction",
+    "TokenBatch",
+    "ValueBatch",
+    "cispo",
+    "gspo",
+    "kl_estimate",
+    "ppo_clip",
+    "value_clip",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +39,18 @@ class TokenBatch:
     dual_clip: float | None = None
 
 
-# -> (loss of each token [N], metrics of each token: name -> [N])
-LossFunction = Callable[[TokenBatch], tuple[Tensor, dict[str, Tensor]]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueBatch:
+    """What a critic says of the trained tokens of a micro-batch, flat; N counts them."""
+
+    values_N: Tensor  # with gradient
+    old_values_N: Tensor  # before the first update, no gradient
+    returns_N: Tensor  # what the values are trained towards
+    clip: float | None = None  # how far a value may leave the old one; None: any distance
+
+
+# TokenBatch or, of a critic, ValueBatch -> (loss of each token [N], metrics of each token: name -> [N])
+LossFunction = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 
 
 def ppo_clip(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -101,4 +123,25 @@ def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: str) -> T
     return 0.5 * log_ratio_N**2 if estimator == "k2" else torch.expm1(log_ratio_N) - log_ratio_N
 
 
+def value_clip(batch: ValueBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """½·max((V - R)², (clip(V, V_old - c, V_old + c) - R)²), without ``clip`` ½·(V - R)² (Schulman et al. 2017).
+
+    ``value_clip_fraction`` counts the tokens where the clipped error is the larger one.
+
+    >>> batch = ValueBatch(values_N=torch.tensor([1.0, 0.1]), old_values_N=torch.zeros(2),
+    ...                    returns_N=torch.tensor([2.0, 1.0]), clip=0.5)
+    >>> loss, metrics = value_clip(batch)
+    >>> [round(x, 4) for x in loss.tolist()], metrics["value_clip_fraction"].tolist()
+    ([1.125, 0.405], [1.0, 0.0])
+    """
+    error_N = (batch.values_N - batch.returns_N) ** 2
+    if batch.clip is None:
+        return 0.5 * error_N, {"value_clip_fraction": torch.zeros_like(error_N.detach())}
+    moved_N = (batch.values_N - batch.old_values_N).clamp(-batch.clip, batch.clip)
+    clipped_N = (batch.old_values_N + moved_N - batch.returns_N) ** 2
+    is_clipped_N = clipped_N > error_N
+    return 0.5 * torch.where(is_clipped_N, clipped_N, error_N), {"value_clip_fraction": is_clipped_N.to(error_N.dtype)}
+
+
 LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}
+VALUE_LOSSES: dict[str, LossFunction] = {"value_clip": value_clip}

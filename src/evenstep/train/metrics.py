@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from evenstep.credit import zero_spread_groups
 from evenstep.types import Rollout, Window
 
 __all__ = ["METRIC_NAMES", "peak_memory_bytes", "rollout_metrics"]
@@ -20,6 +21,8 @@ METRIC_NAMES = (
     *("segments_per_rollout_mean", "segments_per_rollout_max", "num_trained_tokens", "num_microbatches"),
     *("padding_efficiency", "lockstep_efficiency", "reward_mean", "reward_std", "zero_spread_fraction"),
     *("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ratio_max_deviation", "engine_trainer_kl"),
+    *("kept_fraction", "kl_penalty_mean"),
+    *("critic_loss", "critic_grad_norm", "value_error", "value_clip_fraction", "explained_variance"),
     *("staleness_max", "tokens_per_second", "peak_memory_bytes"),
     *("seconds_generate", "seconds_score", "seconds_train"),
 )
@@ -45,8 +48,7 @@ def rollout_metrics(window: Window, *, optimizer_step: int) -> dict[str, float |
     """
     rollouts: Sequence[Rollout] = window.rollouts
     rewards = np.asarray([r.reward for r in rollouts if r.is_voter], dtype=np.float64)
-    spreads = [{r.reward for r in group.rollouts if r.is_voter} for group in window.groups]
-    voting_groups = [spread for spread in spreads if spread]
+    num_voting_groups = len({r.group_id for r in rollouts if r.is_voter})
     versions = [r.weight_version for r in rollouts if r.weight_version is not None]
     return {
         "num_rollouts": len(rollouts),
@@ -56,9 +58,7 @@ def rollout_metrics(window: Window, *, optimizer_step: int) -> dict[str, float |
         "num_replaced": 0,
         "reward_mean": float(rewards.mean()) if len(rewards) else None,
         "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else None,
-        "zero_spread_fraction": (
-            sum(len(spread) == 1 for spread in voting_groups) / len(voting_groups) if voting_groups else None
-        ),
+        "zero_spread_fraction": len(zero_spread_groups(rollouts)) / num_voting_groups if num_voting_groups else None,
         "staleness_max": optimizer_step - min(versions) if versions else None,
     }
 

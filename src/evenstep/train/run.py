@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
-
-import torch
-from transformers import AutoModelForCausalLM
 
 from evenstep.config import Config
 from evenstep.credit import rollout_advantages
@@ -30,13 +27,13 @@ from evenstep.rollout.compaction import compaction_named
 from evenstep.rollout.environment import TaskSource
 from evenstep.rollout.evaluate import evaluate, evaluation_of
 from evenstep.rollout.in_process import InProcessEngine
-from evenstep.rollout.segments import rows_of
 from evenstep.train import distributed
-from evenstep.train.checkpoint import export, latest_checkpoint, load_checkpoint, save_checkpoint
+from evenstep.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from evenstep.train.metrics import METRIC_NAMES, peak_memory_bytes, rollout_metrics
-from evenstep.train.models import load_model
+from evenstep.train.passes import WindowRows, credited, scored, ship
 from evenstep.train.schedule import learning_rate, set_learning_rate
-from evenstep.train.step import StepOutcome, StepResult, Trainer
+from evenstep.train.setup import load_models
+from evenstep.train.step import StepOutcome, StepResult
 from evenstep.train.window import PreparedWindow
 from evenstep.types import Collection, Rollout, Window
 
@@ -45,9 +42,10 @@ __all__ = ["run_training"]
 ROLLOUTS = "rollouts"
 PLANS = "plans"
 CHECKPOINTS = "checkpoints"
-EXPORT = "model"
 METRICS = "metrics.jsonl"
-RATIO_TOLERANCE = 1e-3  # exactly 0 on a CPU with a reused plan
+CRITIC_METRICS = ("value_error", "value_clip_fraction", "explained_variance")
+# exactly 0 on a CPU with a reused plan; in bfloat16 another budget means other shapes and other rounding
+RATIO_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 ENGINE_TOLERANCE = 1e-2  # nats per token; about 1e-12 in float32 on one machine
 
 
@@ -60,7 +58,8 @@ class Counters:
     optimizer_step: int = 0  # of them, those that moved the weights
 
 
-Credit = Callable[[Sequence[Rollout]], Mapping[str, float]]  # a window's rollouts -> advantage by rollout id
+# a window's rollouts, and what is subtracted from their rewards -> advantage by rollout id
+Credit = Callable[..., Mapping[str, float]]
 
 
 def run_training(
@@ -93,45 +92,13 @@ class _Run:
         self._load()
 
     def _load(self) -> None:
-        config, train = self.config, self.config.train
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        with distributed.rank_zero_first():  # converting packaged weights happens once
-            model, self.tokenizer = load_model(config.model.path, dtype=dtype)
-        cast(torch.nn.Module, model).to(distributed.device())
-        self.sampler = model
-        if train.sharding == "fsdp2":
-            # the engine needs whole weights, so each rank keeps a copy that is refreshed after every step
-            self.sampler = AutoModelForCausalLM.from_config(model.config, dtype=dtype).to(distributed.device())
-            self.sampler.load_state_dict(model.state_dict())
-            distributed.shard(model)
-        self.model = model
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
-        )
-        self.trainer = Trainer(
-            model,
-            self.optimizer,
-            layout=config.plan.layout,
-            max_tokens_per_gpu=config.plan.max_tokens_per_gpu,
-            pad_to_multiple=config.plan.pad_to_multiple,
-            normaliser=config.credit.normaliser,
-            normaliser_constant=config.credit.constant,
-            max_grad_norm=train.max_grad_norm,
-            loss=train.loss,
-            ratio_unit=train.ratio_unit,
-            dual_clip=train.dual_clip,
-            entropy_coef=train.entropy_coef,
-            importance_cap=train.importance_cap,
-            clip_low=train.clip_low,
-            clip_high=train.clip_high,
-            temperature=config.rollout.temperature,
-            micro_batch_rows=config.plan.micro_batch_rows,
-            effort=config.plan.effort,
-        )
+        config = self.config
+        models = load_models(config)
+        self.models, self.trainer, self.tokenizer = models, models.policy, models.tokenizer
         self.compaction = compaction_named(config.compaction.policy, **config.compaction.options)
         self.renderer = ChatRenderer(cast(ChatTokenizer, self.tokenizer))
         self.engine = InProcessEngine(
-            self.sampler,
+            models.sampler,
             eos_token_ids=self.renderer.stop_token_ids,
             max_context_tokens=config.model.max_context_tokens,
         )
@@ -152,7 +119,7 @@ class _Run:
             self.reporter.start(
                 {
                     "num_ranks": self.num_ranks,
-                    "num_parameters": sum(p.numel() for p in self.model.parameters()),
+                    "num_parameters": self.models.num_parameters,
                     "num_windows": self.num_windows,
                     "first_window": self.counters.window,
                     "folder": str(self.folder),
@@ -171,7 +138,7 @@ class _Run:
             if done or self.counters.collection % config.checkpoint.every == 0:
                 self._checkpoint()
         if config.checkpoint.export:
-            export(self.folder / EXPORT, self.model, self.tokenizer)
+            self.models.export(self.folder)
         if self.reporter:
             self.reporter.finish({"folder": str(self.folder), "evaluations": self.evaluations})
 
@@ -185,16 +152,13 @@ class _Run:
         started = time.perf_counter()
         self._phase("generate")
         windows = self._collect()
-        first_pass = self._ship(windows)
         # what the whole collection took is shared out evenly, so that windows can be compared
-        num_windows = len(first_pass) * self.config.train.epochs
+        num_windows = self.config.train.windows_per_collection * self.config.train.epochs
         seconds_generate = (time.perf_counter() - started) / num_windows
-        seconds_score = 0.0
-        if self.config.old_logprobs == "scored":
-            self._phase("score")
-            started = time.perf_counter()
-            first_pass = self._with_old_logprobs(windows, first_pass)
-            seconds_score = (time.perf_counter() - started) / num_windows
+        started = time.perf_counter()
+        credited_windows = self._credited(windows)
+        first_pass = self._ship(credited_windows)
+        seconds_score = (time.perf_counter() - started) / num_windows if self.config.has_scoring_pass else 0.0
 
         for epoch in range(self.config.train.epochs):
             for index, prepared in enumerate(first_pass):
@@ -203,7 +167,8 @@ class _Run:
                 metrics = self._train_window(prepared)
                 if epoch == index == 0:
                     self._check_agreement(metrics)
-                if windows is not None:
+                if windows is not None and credited_windows is not None:
+                    metrics["kl_penalty_mean"] = credited_windows[index].kl_penalty_mean
                     window = windows[epoch * len(first_pass) + index]
                     seconds = {
                         "seconds_generate": seconds_generate,
@@ -221,7 +186,8 @@ class _Run:
             NumericsError: the ratio is not 1, or the engine sampled from another distribution than the trainer's.
         """
         deviation, divergence = metrics.get("ratio_max_deviation"), metrics.get("engine_trainer_kl")
-        if deviation is not None and deviation > RATIO_TOLERANCE:
+        tolerance = RATIO_TOLERANCE[self.config.train.compute_dtype]
+        if self.config.old_logprobs == "scored" and deviation is not None and deviation > tolerance:
             raise NumericsError(
                 f"window {metrics['window']}: before the first update every ratio must be 1, found a deviation of "
                 f"{deviation:.3g}; scoring and training disagree: look for dropout or a temperature in one pass only"
@@ -303,39 +269,34 @@ class _Run:
         is_stored = distributed.broadcast(found is not None)
         return (found or []) if is_stored else None
 
-    def _ship(self, windows: Sequence[Window] | None, *, scoring: bool = False) -> list[PreparedWindow | None]:
-        """Credit and plan on rank 0, then give each rank the rows of its own cells; None for a window without rows."""
-        shares: list[list[PreparedWindow | None]] | None = None
+    def _credited(self, windows: Sequence[Window] | None) -> list[WindowRows] | None:
+        """Rank 0: the rows of each window of one epoch, scored and credited; other ranks take part in the passes."""
+        config = self.config
+        found = None
         if windows is not None:
-            prepared = [self._prepare(w, scoring=scoring) for w in windows if w.epoch == 0]
-            shares = [[None if p is None else p.for_rank(r) for p in prepared] for r in range(self.num_ranks)]
-        return distributed.scatter(shares)
-
-    def _with_old_logprobs(
-        self, windows: Sequence[Window] | None, first_pass: Sequence[PreparedWindow | None]
-    ) -> list[PreparedWindow | None]:
-        """Score the whole collection before its first update, in the training cells or under a budget of its own."""
-        scored = first_pass if self.config.train.score_max_tokens_per_gpu is None else self._ship(windows, scoring=True)
-        logprobs = [{} if w is None else self.trainer.score(w) for w in scored]
-        if scored is not first_pass:
-            logprobs = [self.trainer.gather(values) for values in logprobs]
-        pairs = zip(first_pass, logprobs, strict=True)
-        return [None if w is None else w.with_old_logprobs(values) for w, values in pairs]
-
-    def _prepare(self, window: Window, *, scoring: bool) -> PreparedWindow | None:
-        rows = rows_of(window.rollouts, self.credit(window.rollouts))
-        if not rows:
+            found = [WindowRows.of(window) for window in windows if window.epoch == 0]
+        if config.has_scoring_pass:
+            self._phase("score")
+            found = scored(found, self.models, config)
+        if found is None:
             return None
-        voters: dict[Hashable, Hashable] = {r.rollout_id: r.group_id for r in window.rollouts if r.is_voter}
-        if scoring:
-            return self.trainer.prepare(rows, voters, max_tokens_per_gpu=self.config.train.score_max_tokens_per_gpu)
-        prepared = self.trainer.prepare(rows, voters)
-        path = self.folder / PLANS / f"window_{window.window:06d}.json"
+        return [credited(window, config, self.credit) for window in found]
+
+    def _ship(self, windows: Sequence[WindowRows] | None) -> list[PreparedWindow | None]:
+        """Plan on rank 0, then give each rank the rows of its own cells; None for a window without rows."""
+        prepared = None if windows is None else [self._prepare(window) for window in windows]
+        return ship(prepared)
+
+    def _prepare(self, window: WindowRows) -> PreparedWindow | None:
+        if not window.rows:
+            return None
+        prepared = self.trainer.prepare(window.rows, window.voters)
+        path = self.folder / PLANS / f"window_{window.window.window:06d}.json"
         path.write_text(prepared.plan.to_json())
         for item in prepared.plan.overlong:
             self._notice(
-                f"row {rows[item.row].row_id} has {item.length} tokens, more than the budget of {item.budget}: it "
-                f"stands alone in its micro-batch"
+                f"row {window.rows[item.row].row_id} has {item.length} tokens, more than the budget of {item.budget}: "
+                f"it stands alone in its micro-batch"
             )
         return prepared
 
@@ -353,13 +314,26 @@ class _Run:
         counters = {"window": self.counters.window, "optimizer_step": self.counters.optimizer_step, "lr": rate}
         if prepared is None:
             return counters | {"stepped": False, "skip_reason": "no rollout of the window has tokens"}
-        set_learning_rate(self.optimizer, rate)
+        set_learning_rate(self.trainer.optimizer, rate)
         result: StepResult = self.trainer.forward_backward(prepared)
         outcome: StepOutcome = self.trainer.optim_step()
-        if outcome.stepped and self.sampler is not self.model:
-            distributed.copy_full_weights(self.model, self.sampler)
+        metrics = result.metrics | self._train_critic(prepared, rate / train.lr)
+        if outcome.stepped:
+            self.models.refresh_sampler()
         step = {"stepped": outcome.stepped, "skip_reason": outcome.skip_reason, "grad_norm": outcome.grad_norm}
-        return counters | step | result.metrics
+        return counters | step | metrics
+
+    def _train_critic(self, prepared: PreparedWindow, schedule: float) -> dict[str, Any]:
+        """The critic's step on the same window; its metrics."""
+        critic = self.models.critic
+        if critic is None:
+            return {}
+        peak = self.config.critic.lr or self.config.train.lr
+        set_learning_rate(critic.optimizer, peak * schedule)
+        result = critic.forward_backward(prepared)
+        outcome = critic.optim_step()
+        found = {name: result.metrics[name] for name in CRITIC_METRICS}
+        return found | {"critic_loss": result.loss, "critic_grad_norm": outcome.grad_norm}
 
     def _log_window(self, window: Window, prepared: PreparedWindow | None, metrics: Mapping[str, Any]) -> None:
         line: dict[str, Any] = dict.fromkeys(METRIC_NAMES)
@@ -419,23 +393,21 @@ class _Run:
             "window": self.counters.window,
             "optimizer_step": self.counters.optimizer_step,
         }
-        keep = self.config.checkpoint.keep
-        save_checkpoint(self.folder / CHECKPOINTS, self.model, self.optimizer, state, keep=keep)
+        save_checkpoint(self.folder / CHECKPOINTS, self.models.trained, state, keep=self.config.checkpoint.keep)
 
     def _open_folder(self, *, resume: bool) -> None:
         """Make the run folder, or go back to its newest checkpoint."""
         # rank 0 chooses, so that no rank can go on from another window than the rest
         checkpoint = distributed.broadcast(latest_checkpoint(self.folder / CHECKPOINTS) if resume else None)
         if checkpoint is not None:
-            state = load_checkpoint(checkpoint, self.model, self.optimizer)
+            state = load_checkpoint(checkpoint, self.models.trained)
             if state["num_ranks"] != self.num_ranks:
                 self._notice(
                     f"the run was on {state['num_ranks']} ranks and goes on with {self.num_ranks}: the same step, "
                     f"but not the same rounding"
                 )
             self.counters = Counters(**{name: state[name] for name in ("collection", "window", "optimizer_step")})
-            if self.sampler is not self.model:
-                distributed.copy_full_weights(self.model, self.sampler)
+            self.models.refresh_sampler()
         if self.rank == 0:
             for name in (ROLLOUTS, PLANS, CHECKPOINTS):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -9,6 +11,7 @@ from transformers import PreTrainedModel
 from evenstep.errors import PlanError
 from evenstep.train.attention import attention_for
 from evenstep.train.collate import collate
+from evenstep.train.critic import is_critic, value_inputs
 from evenstep.train.logprobs import cell_logprobs
 from evenstep.types import Row
 
@@ -28,10 +31,11 @@ def verify_layout(model: PreTrainedModel, layout: str) -> None:
     """Compare a few rows laid out together with each of them alone, through the model's own logits.
 
     Finds models whose attention cannot be told where a row ends, that look ahead into padding, or that change the
-    logits after the output head in a way evenstep does not know.
+    logits after the output head in a way evenstep does not know. Of a critic, whose head may still be 0, the hidden
+    states before it are compared.
 
     Raises:
-        PlanError: a log-prob differs by more than 1e-3 nats.
+        PlanError: a log-prob (or hidden state) differs by more than 1e-3.
     """
     num_ids = num_embeddings(model)
     draw = np.random.default_rng(0)
@@ -47,18 +51,15 @@ def verify_layout(model: PreTrainedModel, layout: str) -> None:
     ]
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
+    shape: dict[str, Any] = {"multiple": 1, "num_shape_rows": 1, "dtype": torch.float64, "device": device}
     with torch.no_grad():
-        alone: list[torch.Tensor] = []
-        for row in rows:
-            ids_1T = torch.from_numpy(row.token_ids.copy())[None].to(device)
-            logprobs_TV = torch.log_softmax(model(input_ids=ids_1T, use_cache=False).logits[0].double(), dim=-1)
-            alone.append(logprobs_TV[:-1].gather(1, ids_1T[0, 1:, None])[:, 0])
+        if is_critic(model):
+            alone = [value_inputs(model, collate([row], [0.0], layout="padded", **shape)) for row in rows]
+        else:
+            alone = [_own_logprobs(model, row, device) for row in rows]
         with attention_for(model, layout):
-            dtype = torch.float64
-            weights = [0.0] * len(rows)
-            shape = {"layout": layout, "multiple": 1, "num_shape_rows": 1}
-            cell = collate(rows, weights, **shape, dtype=dtype, device=device)  # type: ignore[arg-type]
-            together = cell_logprobs(model, cell).logprobs_N.double()
+            cell = collate(rows, [0.0] * len(rows), layout=layout, **shape)
+            together = value_inputs(model, cell) if is_critic(model) else cell_logprobs(model, cell).logprobs_N.double()
     model.train(was_training)
     # weights that are not finite are found, with their rows, when they are trained
     worst = float((torch.cat(alone) - together).abs().nan_to_num(0.0).max())
@@ -68,3 +69,10 @@ def verify_layout(model: PreTrainedModel, layout: str) -> None:
             f"layout {layout!r} must give each row the log-probs it has alone, and with {type(model).__name__} they "
             f"differ by {worst:.3g} nats; {advice}"
         )
+
+
+def _own_logprobs(model: PreTrainedModel, row: Row, device: torch.device) -> torch.Tensor:
+    """[T - 1] Log-probs of a row by itself, from the logits of the model's own forward."""
+    ids_1T = torch.from_numpy(row.token_ids.copy())[None].to(device)
+    logprobs_TV = torch.log_softmax(model(input_ids=ids_1T, use_cache=False).logits[0].double(), dim=-1)
+    return logprobs_TV[:-1].gather(1, ids_1T[0, 1:, None])[:, 0]

@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import torch
 
 from evenstep.credit import count_window, row_weights
 from evenstep.errors import RowError
 from evenstep.plan import StepPlan, plan_step
 from evenstep.train.options import StepOptions
-from evenstep.types import Float64Array, Row
+from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Row
 
 __all__ = ["PreparedWindow", "prepare_window"]
-
-PER_TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "engine_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +41,6 @@ class PreparedWindow:
         mine = {index for cell in self.plan.cells[rank] for index in cell}
         return replace(self, rows={index: row for index, row in self.rows.items() if index in mine})
 
-    def with_old_logprobs(self, logprobs: Mapping[Hashable, torch.Tensor]) -> PreparedWindow:
-        """The same window, its rows carrying these log-probs as the old ones.
-
-        A scoring pass over the same plan leaves on each rank the log-probs of just the rows it is going to train, so
-        nothing has to be sent around.
-        """
-        rows = {i: replace(row, old_logprobs=logprobs[row.row_id].double().numpy()) for i, row in self.rows.items()}
-        return replace(self, rows=rows, fields=(*self.fields, "old_logprobs"), digest=self.digest + "+old")
-
 
 def prepare_window(
     rows: Sequence[Row],
@@ -66,8 +54,7 @@ def prepare_window(
     """Count, weigh and plan a window; a pure function of its arguments.
 
     Raises:
-        RowError: no rows, an id outside the vocabulary, a per-token field that only some rows carry, or one that the
-            loss needs and no row carries.
+        RowError: no rows, an id outside the vocabulary, or a per-token field that only some rows carry.
         CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``.
     """
     if not rows:
@@ -75,7 +62,6 @@ def prepare_window(
             "a window needs at least one row, found none; when no rollout of a window has tokens, skip its step"
         )
     fields = tuple(name for name in PER_TOKEN_FIELDS if _all_or_none(rows, name))
-    _require_fields(options, fields)
     _require_vocabulary(rows, vocab_size)
     counts = count_window(rows, voters)
     weights_R = row_weights(
@@ -116,15 +102,6 @@ def prepare_window(
         fields=fields,
         digest=_digest(plan, weights_R, rows, fields),
     )
-
-
-def _require_fields(options: StepOptions, fields: Sequence[str]) -> None:
-    for name, is_needed, why in (
-        ("ref_logprobs", options.kl_coef != 0.0, f"kl_coef = {options.kl_coef}"),
-        ("engine_logprobs", options.importance_cap is not None, f"importance_cap = {options.importance_cap}"),
-    ):
-        if is_needed and name not in fields:
-            raise RowError(f"{why} needs {name} on every row, found none; add them, or leave the option out")
 
 
 def _require_vocabulary(rows: Sequence[Row], vocab_size: int) -> None:
