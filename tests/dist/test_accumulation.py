@@ -6,6 +6,8 @@
 2. While it grows, every gradient that a parameter holds, sharded or gathered, is float32.
 3. Gradients are float32 before an optimizer step, parameters and Adam's moments after it.
 4. The wrong formula differs: the same gradients added up in bfloat16 are off by more than 1e-3.
+
+``pytest -s`` prints the errors.
 """
 
 from __future__ import annotations
@@ -144,7 +146,9 @@ def test_the_gradient_is_the_float64_sum_of_single_micro_batches(way: str, num_r
     expected = summed(parts(num_ranks), torch.float64)
     for rank in found(num_ranks):
         assert rank[way].num_microbatches == NUM_MICROBATCHES
-        assert relative_error(rank[way].gradient, expected) <= 1e-6
+        error = relative_error(rank[way].gradient, expected)
+        print(f"{way}, {num_ranks} ranks: {error:.1e}")
+        assert error <= 1e-6
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -166,4 +170,6 @@ def test_float32_between_micro_batches_and_after_the_step(way: str, growing: set
 def test_accumulating_in_bfloat16_differs(num_ranks: int) -> None:
     expected = summed(parts(num_ranks), torch.float64)
     assert relative_error(summed(parts(num_ranks), torch.float32), expected) <= 1e-6
-    assert relative_error(summed(parts(num_ranks), torch.bfloat16), expected) > 1e-3
+    error = relative_error(summed(parts(num_ranks), torch.bfloat16), expected)
+    print(f"added up in bfloat16, {num_ranks} ranks: {error:.1e}")
+    assert error > 1e-3
