@@ -53,6 +53,19 @@ class RolloutSection(Section):
     max_tokens_per_call: int = Field(ge=1, description="most tokens a call may sample")
     max_calls: int = Field(64, ge=1, description="a rollout with more calls is truncated")
     max_segments: int = Field(16, ge=1, description="a rollout with more segments is truncated")
+    drop_zero_spread: bool = Field(
+        False, description="drop groups whose rewards are all equal, and replace them, before the collection closes"
+    )
+    truncated: Literal["train", "mask"] = Field(
+        "train", description="`mask`: truncated rollouts are neither in the baseline nor trained"
+    )
+    max_attempts_per_prompt: int = Field(
+        1, ge=1, description="how often a prompt is tried of which no rollout can vote; then another prompt replaces it"
+    )
+    max_replacements: int = Field(16, ge=0, description="groups of a collection that other prompts may replace")
+    on_shortfall: Literal["raise", "smaller"] = Field(
+        "raise", description="when that is not enough: stop, or close the collection with fewer groups"
+    )
     generation_batch_rollouts: int = Field(32, ge=1, description="rollouts that are generated side by side")
 
 

@@ -265,7 +265,7 @@ def _encoded(line_type: type[Line], kind: str, record: Rollout | RowRecord | Row
 def _plain(record: Any) -> dict[str, Any]:
     """A record as nested dicts, its ``extra`` fields beside the known ones."""
     values: dict[str, Any] = {}
-    for name in (item.name for item in dataclasses.fields(record)):
+    for name in (item.name for item in dataclasses.fields(record) if item.metadata.get("is_stored", True)):
         value = record.__getattribute__(name)
         if isinstance(value, Sampling):
             value = _plain(value)

@@ -16,7 +16,10 @@ TRAIN_PACKAGES = ("torch", "transformers", "safetensors")
 
 # Keys that may differ between a run and its continuation: they change what is kept, shown and fits into memory, and the
 # step only by rounding.
-CHANGEABLE_ON_RESUME = ("run.dir", "checkpoint.", "evaluation.", "plan.", "train.score_max_tokens_per_gpu")
+CHANGEABLE_ON_RESUME = (
+    *("run.dir", "checkpoint.", "evaluation.", "plan.", "train.score_max_tokens_per_gpu"),
+    *("rollout.max_attempts_per_prompt", "rollout.max_replacements", "rollout.on_shortfall"),
+)
 
 
 def preflight(config: Config, *, ranks: int | None = None, resume: bool = False) -> None:

@@ -101,6 +101,8 @@ class Rollout:
     status_reason: str | None = None  # why it was truncated or failed
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the environment's JSON about the episode
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # truncated and left out by choice; decided when a collection closes, and not stored
+    is_masked: bool = field(default=False, metadata={"is_stored": False})
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -109,7 +111,7 @@ class Rollout:
     @property
     def is_voter(self) -> bool:
         """Whether its reward is in the baseline, which is also whether its tokens are trained."""
-        return self.status != "failed"
+        return self.status != "failed" and not self.is_masked
 
     @property
     def weight_version(self) -> int | None:

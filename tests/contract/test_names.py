@@ -1,7 +1,7 @@
 """What is locked here:
 
 1. Public names, command-line flags, configuration keys and file fields: what others may build on.
-2. Every public name of the package has a docstring, and every doctest of the torch-free modules holds.
+2. Every public name of the package has a docstring, and every doctest holds.
 3. Every TOML file of the repository loads, run configurations as configurations.
 4. Every command in the README and in the guide for contributors exists, and those for ``evenstep`` pass a dry run.
 5. The project speaks of itself alone.
@@ -99,14 +99,13 @@ def test_every_configuration_key_is_used() -> None:
     assert unused == []
 
 
-def torch_free_modules() -> Iterator[str]:
+def modules() -> Iterator[str]:
     for module in pkgutil.walk_packages(evenstep.__path__, "evenstep."):
-        is_torch = module.name.startswith(("evenstep.train", "evenstep.rollout.in_process"))
-        if not is_torch and not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__"):
             yield module.name
 
 
-@pytest.mark.parametrize("name", list(torch_free_modules()))
+@pytest.mark.parametrize("name", list(modules()))
 def test_doctests_and_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__doc__, f"{name} says what it is for"
@@ -120,7 +119,7 @@ def test_doctests_and_docstrings(name: str) -> None:
 
 def test_there_are_doctests() -> None:
     finder = doctest.DocTestFinder()
-    tests = [test for name in torch_free_modules() for test in finder.find(importlib.import_module(name))]
+    tests = [test for name in modules() for test in finder.find(importlib.import_module(name))]
     assert sum(bool(test.examples) for test in tests) > 20
 
 

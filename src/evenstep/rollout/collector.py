@@ -16,7 +16,16 @@ from evenstep.rollout.environment import TaskSource
 from evenstep.rollout.seeds import call_seed
 from evenstep.types import Collection, Group, Rollout, Window
 
-__all__ = ["Slot", "close_collection", "generate_rollouts", "group_id_of", "rollout_id_of", "slots_of", "windows_of"]
+__all__ = [
+    "Slot",
+    "close_collection",
+    "generate_rollouts",
+    "group_id_of",
+    "group_slots",
+    "rollout_id_of",
+    "slots_of",
+    "windows_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +45,30 @@ class Slot:
 
 
 def group_id_of(slot: Slot) -> str:
-    """The id of the group that a slot belongs to: one occurrence of a prompt in one collection."""
-    return f"c{slot.collection}/p{slot.occurrence}"
+    """The id of the group that a slot belongs to: one occurrence of a prompt in one collection, at one attempt."""
+    return f"c{slot.collection}/p{slot.occurrence}" + (f".{slot.attempt}" if slot.attempt else "")
 
 
 def rollout_id_of(slot: Slot) -> str:
-    """The id of the rollout that fills a slot, whatever the attempt."""
+    """The id of the rollout that fills a slot."""
     return f"{group_id_of(slot)}/g{slot.generation}"
+
+
+def group_slots(
+    *, collection: int, occurrence: int, num_generations: int, attempt: int, task_index: int, first_index: int
+) -> tuple[Slot, ...]:
+    """[G] The slots of one group."""
+    return tuple(
+        Slot(
+            index=first_index + generation,
+            collection=collection,
+            occurrence=occurrence,
+            generation=generation,
+            attempt=attempt,
+            task_index=task_index,
+        )
+        for generation in range(num_generations)
+    )
 
 
 def slots_of(
@@ -56,19 +82,14 @@ def slots_of(
     slots: list[Slot] = []
     for occurrence in range(num_prompts):
         task_index = collection * num_prompts + occurrence
-        if num_tasks is not None:
-            task_index %= num_tasks
-        for generation in range(num_generations):
-            slots.append(
-                Slot(
-                    index=len(slots),
-                    collection=collection,
-                    occurrence=occurrence,
-                    generation=generation,
-                    attempt=attempt,
-                    task_index=task_index,
-                )
-            )
+        slots += group_slots(
+            collection=collection,
+            occurrence=occurrence,
+            num_generations=num_generations,
+            attempt=attempt,
+            task_index=task_index if num_tasks is None else task_index % num_tasks,
+            first_index=len(slots),
+        )
     return tuple(slots)
 
 
@@ -158,6 +179,7 @@ def close_collection(
     num_prompts: int,
     num_generations: int,
     weight_version: int | None = None,
+    slots: Sequence[Slot] | None = None,
 ) -> Collection:
     """Close a collection with exactly ``num_prompts × num_generations`` rollouts, however many calls they have.
 
@@ -178,12 +200,15 @@ slots have none: c0/p0/g0; generate them, or give every slot a rollout (one with
 
     Args:
         weight_version: the weights that every call must come from; None does not check.
+        slots: that the collection consists of, group by group; None: occurrences 0 to ``num_prompts - 1``.
 
     Raises:
         CollectionError: a rollout too many or too few, twice, of another collection, or of stale weights, with
             its id.
     """
-    expected = slots_of(collection=collection, num_prompts=num_prompts, num_generations=num_generations)
+    if slots is None:
+        slots = slots_of(collection=collection, num_prompts=num_prompts, num_generations=num_generations)
+    expected = slots
     by_id = {rollout.rollout_id: _closed(rollout) for rollout in rollouts}
     promise = (
         f"collection {collection} closes with exactly {num_prompts} × {num_generations} = {len(expected)} rollouts"
@@ -240,7 +265,12 @@ def _refuse(what: str, ids: Sequence[str], fix: str) -> None:
 
 
 def windows_of(
-    collection: Collection, *, rollouts_per_window: int, epochs: int = 1, first_window: int = 0
+    collection: Collection,
+    *,
+    rollouts_per_window: int,
+    epochs: int = 1,
+    first_window: int = 0,
+    num_windows: int | None = None,
 ) -> tuple[Window, ...]:
     """The windows of a collection: ``rollouts_per_window`` rollouts each, whole groups, every epoch a pass over all.
 
@@ -258,6 +288,10 @@ def windows_of(
     8 1 ['c0/p0/g0', 'c0/p0/g1']
     9 1 ['c0/p1/g0', 'c0/p1/g1']
 
+    Args:
+        num_windows: of an epoch, for a collection that may have closed with fewer groups: its last windows are then
+            smaller, or empty. None: the collection divides into whole windows.
+
     Raises:
         CollectionError: the rollouts do not divide into such windows, or a window would cut a group.
     """
@@ -267,7 +301,7 @@ def windows_of(
         len(sizes) != 1
         or rollouts_per_window < 1
         or rollouts_per_window % sizes[0]
-        or num_rollouts % rollouts_per_window
+        or (num_windows is None and num_rollouts % rollouts_per_window)
     ):
         raise CollectionError(
             f"a window holds whole groups, and a collection whole windows; found rollouts_per_window = "
@@ -277,7 +311,8 @@ def windows_of(
     if epochs < 1:
         raise CollectionError(f"epochs must be at least 1, found {epochs}")
     groups_per_window = rollouts_per_window // sizes[0]
-    starts = range(0, len(collection.groups), groups_per_window)
+    num_windows = len(collection.groups) // groups_per_window if num_windows is None else num_windows
+    starts = range(0, num_windows * groups_per_window, groups_per_window)
     return tuple(
         Window(
             window=first_window + epoch * len(starts) + index,

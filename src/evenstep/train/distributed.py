@@ -74,6 +74,7 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Whether any part of a model was given to ``fully_shard``."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 

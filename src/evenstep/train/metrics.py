@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ METRIC_NAMES = (
 )
 
 
-def rollout_metrics(window: Window, *, optimizer_step: int) -> dict[str, float | int | None]:
+def rollout_metrics(
+    window: Window, *, optimizer_step: int, replaced: Set[str] = frozenset()
+) -> dict[str, float | int | None]:
     """Counts of rollouts by status, reward mean and sample standard deviation over voters, groups without spread.
 
     A rollout counts once, however many rows it has.
@@ -36,6 +38,7 @@ def rollout_metrics(window: Window, *, optimizer_step: int) -> dict[str, float |
     Args:
         window: the rollouts of one optimizer step.
         optimizer_step: steps taken before it; staleness is counted from there.
+        replaced: ids of groups that stand in for a dropped one; ``num_replaced`` counts those in the window.
 
     >>> from evenstep.types import Call, Group
     >>> def rollout(name, reward, calls):
@@ -55,7 +58,7 @@ def rollout_metrics(window: Window, *, optimizer_step: int) -> dict[str, float |
         "num_voters": len(rewards),
         "num_failed": sum(r.status == "failed" for r in rollouts),
         "num_truncated": sum(r.status == "truncated" for r in rollouts),
-        "num_replaced": 0,
+        "num_replaced": sum(group.group_id in replaced for group in window.groups),
         "reward_mean": float(rewards.mean()) if len(rewards) else None,
         "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else None,
         "zero_spread_fraction": len(zero_spread_groups(rollouts)) / num_voting_groups if num_voting_groups else None,

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,11 +22,12 @@ from evenstep.files import read_rollouts, write_rollouts
 from evenstep.report.console import Reporter
 from evenstep.rollout.agent import AgentOptions
 from evenstep.rollout.chat import ChatRenderer, ChatTokenizer
-from evenstep.rollout.collector import close_collection, generate_rollouts, slots_of, windows_of
+from evenstep.rollout.collector import Slot, generate_rollouts, windows_of
 from evenstep.rollout.compaction import compaction_named
 from evenstep.rollout.environment import TaskSource
 from evenstep.rollout.evaluate import evaluate, evaluation_of
 from evenstep.rollout.in_process import InProcessEngine
+from evenstep.rollout.refill import CollectionBuilder, RefillOptions
 from evenstep.train import distributed
 from evenstep.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from evenstep.train.metrics import METRIC_NAMES, peak_memory_bytes, rollout_metrics
@@ -56,6 +57,7 @@ class Counters:
     collection: int = 0  # collections trained
     window: int = 0  # windows trained, each epoch's pass counted
     optimizer_step: int = 0  # of them, those that moved the weights
+    task: int = 0  # tasks drawn
 
 
 # a window's rollouts, and what is subtracted from their rewards -> advantage by rollout id
@@ -89,6 +91,7 @@ class _Run:
         self.reporter = reporter if self.rank == 0 else None
         self.counters = Counters()
         self.evaluations: list[dict[str, Any]] = []
+        self._replaced: frozenset[str] = frozenset()  # groups of the present collection that stand in for dropped ones
         self._load()
 
     def _load(self) -> None:
@@ -204,50 +207,65 @@ class _Run:
         """Rank 0: the windows of the next collection, all epochs; other ranks: None."""
         rollout, train, index = self.config.rollout, self.config.train, self.counters.collection
         path = self.folder / ROLLOUTS / f"collection_{index:06d}.jsonl.gz"
-        rollouts = self._stored(path)
-        if rollouts is None:
-            self.engine.weight_version = self.counters.optimizer_step
-            mine = asyncio.run(
-                generate_rollouts(
-                    slots_of(
-                        collection=index, num_prompts=rollout.num_prompts, num_generations=rollout.num_generations
-                    ),
-                    tasks=self._tasks("train", self.config.run.seed),
-                    engine=self.engine,
-                    renderer=self.renderer,
-                    compaction=self.compaction,
-                    options=self.agent_options,
-                    run_seed=self.config.run.seed,
-                    batch_rollouts=rollout.generation_batch_rollouts,
-                    rank=self.rank,
-                    num_ranks=self.num_ranks,
-                )
-            )
-            parts = distributed.gather(mine)
-            rollouts = [r for part in parts or () for r in part]
-            if self.rank == 0:
-                write_rollouts(path, rollouts)
-        if self.rank != 0:
-            return None
-        collection = close_collection(
-            rollouts,
+        builder = CollectionBuilder(
             collection=index,
             num_prompts=rollout.num_prompts,
             num_generations=rollout.num_generations,
-            weight_version=self.counters.optimizer_step,
+            first_task=self.counters.task,
+            options=RefillOptions(
+                drop_zero_spread=rollout.drop_zero_spread,
+                truncated=rollout.truncated,
+                max_attempts_per_prompt=rollout.max_attempts_per_prompt,
+                max_replacements=rollout.max_replacements,
+                on_shortfall=rollout.on_shortfall,
+            ),
         )
-        self._report_losses(collection)
+        self.engine.weight_version = self.counters.optimizer_step
+        if self.rank == 0:
+            builder.add(self._stored(path))
+        while slots := distributed.broadcast(builder.missing()):
+            parts = distributed.gather(asyncio.run(self._generate(slots)))
+            if parts is not None:
+                found = [r for part in parts for r in part]
+                # written before anything is decided, so that a budget that is spent costs no rollout
+                write_rollouts(path, [*builder.rollouts, *found])
+                builder.add(found)
+        self.counters.task = distributed.broadcast(self.counters.task + builder.num_tasks)
+        if self.rank != 0:
+            return None
+        collection = builder.close(self.counters.optimizer_step)
+        self._replaced = builder.replaced
+        self._report_losses(collection, builder.dropped)
         return list(
             windows_of(
                 collection,
                 rollouts_per_window=train.rollouts_per_window,
                 epochs=train.epochs,
                 first_window=self.counters.window,
+                num_windows=train.windows_per_collection,
             )
         )
 
-    def _report_losses(self, collection: Collection) -> None:
-        """Say how many rollouts failed and why; a collection that has nothing to train ends the run."""
+    async def _generate(self, slots: Sequence[Slot]) -> list[Rollout]:
+        """This rank's share."""
+        return await generate_rollouts(
+            slots,
+            tasks=self._tasks("train", self.config.run.seed),
+            engine=self.engine,
+            renderer=self.renderer,
+            compaction=self.compaction,
+            options=self.agent_options,
+            run_seed=self.config.run.seed,
+            batch_rollouts=self.config.rollout.generation_batch_rollouts,
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+        )
+
+    def _report_losses(self, collection: Collection, dropped: Mapping[str, str]) -> None:
+        """Say what failed or was dropped, and why; a collection that has nothing to train ends the run."""
+        if dropped:
+            group_id, reason = next(iter(dropped.items()))
+            self._notice(f"{len(dropped)} groups dropped and {len(self._replaced)} put in; {group_id}: {reason}")
         rollouts = collection.rollouts
         failed = [r for r in rollouts if r.status == "failed"]
         if not any(r.calls for r in rollouts):
@@ -260,14 +278,13 @@ class _Run:
             reason = (failed[0].status_reason or "").strip().splitlines()[-1:]
             self._notice(f"{len(failed)} of {len(rollouts)} rollouts failed; {failed[0].rollout_id}: {''.join(reason)}")
 
-    def _stored(self, path: Path) -> list[Rollout] | None:
+    def _stored(self, path: Path) -> list[Rollout]:
         """Rollouts of this collection that an interrupted run left behind, sampled by these very weights."""
-        found = list(read_rollouts(path)) if self.rank == 0 and path.exists() else None
-        if found is not None and any(r.weight_version not in (None, self.counters.optimizer_step) for r in found):
+        found = list(read_rollouts(path)) if path.exists() else []
+        if any(r.weight_version not in (None, self.counters.optimizer_step) for r in found):
             self._notice(f"{path.name}: sampled by other weights, generated again")
-            found = None
-        is_stored = distributed.broadcast(found is not None)
-        return (found or []) if is_stored else None
+            return []
+        return found
 
     def _credited(self, windows: Sequence[Window] | None) -> list[WindowRows] | None:
         """Rank 0: the rows of each window of one epoch, scored and credited; other ranks take part in the passes."""
@@ -337,7 +354,7 @@ class _Run:
 
     def _log_window(self, window: Window, prepared: PreparedWindow | None, metrics: Mapping[str, Any]) -> None:
         line: dict[str, Any] = dict.fromkeys(METRIC_NAMES)
-        line |= rollout_metrics(window, optimizer_step=self.counters.optimizer_step)
+        line |= rollout_metrics(window, optimizer_step=self.counters.optimizer_step, replaced=self._replaced)
         line |= metrics
         seconds = sum(line[name] for name in ("seconds_generate", "seconds_score", "seconds_train"))
         num_tokens = prepared.plan.stats.num_tokens if prepared is not None else 0
@@ -388,12 +405,9 @@ class _Run:
 
     def _checkpoint(self) -> None:
         self._phase("checkpoint")
-        state = {
-            "collection": self.counters.collection,
-            "window": self.counters.window,
-            "optimizer_step": self.counters.optimizer_step,
-        }
-        save_checkpoint(self.folder / CHECKPOINTS, self.models.trained, state, keep=self.config.checkpoint.keep)
+        save_checkpoint(
+            self.folder / CHECKPOINTS, self.models.trained, asdict(self.counters), keep=self.config.checkpoint.keep
+        )
 
     def _open_folder(self, *, resume: bool) -> None:
         """Make the run folder, or go back to its newest checkpoint."""
@@ -406,7 +420,7 @@ class _Run:
                     f"the run was on {state['num_ranks']} ranks and goes on with {self.num_ranks}: the same step, "
                     f"but not the same rounding"
                 )
-            self.counters = Counters(**{name: state[name] for name in ("collection", "window", "optimizer_step")})
+            self.counters = Counters(**{name.name: state[name.name] for name in fields(Counters)})
             self.models.refresh_sampler()
         if self.rank == 0:
             for name in (ROLLOUTS, PLANS, CHECKPOINTS):

@@ -29,5 +29,6 @@ def learning_rate(optimizer_step: int, *, peak: float, schedule: str, warmup_ste
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every parameter group of an optimizer this rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate
