@@ -6,6 +6,7 @@
 2. While it grows, every gradient that a parameter holds, sharded or gathered, is float32.
 3. Gradients are float32 before an optimizer step, parameters and Adam's moments after it.
 4. The wrong formula differs: the same gradients added up in bfloat16 are off by more than 1e-3.
+5. Chunks of logits within a micro-batch add up in float32 too.
 
 ``pytest -s`` prints the errors.
 """
@@ -173,3 +174,20 @@ def test_accumulating_in_bfloat16_differs(num_ranks: int) -> None:
     error = relative_error(summed(parts(num_ranks), torch.bfloat16), expected)
     print(f"added up in bfloat16, {num_ranks} ranks: {error:.1e}")
     assert error > 1e-3
+
+
+def chunked(num_tokens: int, compute_dtype: str) -> dict[str, Tensor]:
+    """The output head's gradient from one micro-batch whose logits are computed ``num_tokens`` at a time."""
+    model = make_model("replicated")
+    options = {**STEP, "layout": "packed", "compute_dtype": compute_dtype, "logprob_chunk_tokens": num_tokens}
+    trainer = evenstep.train.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    assert trainer.forward_backward(window(1)).metrics["num_microbatches"] == 1
+    return {"head": whole(model.lm_head.weight.grad)}
+
+
+def test_chunks_of_logits_add_up_in_float32() -> None:
+    exact = chunked(10_000, "float32")
+    at_once = relative_error(chunked(10_000, "bfloat16"), exact)
+    in_chunks = relative_error(chunked(8, "bfloat16"), exact)
+    assert 1e-3 < at_once < 1e-2
+    assert in_chunks < 1.1 * at_once  # 1.5 times where chunks share one bfloat16 copy of the head
