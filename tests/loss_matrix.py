@@ -46,7 +46,9 @@ TERMS: dict[str, dict[str, Any]] = {
     "k3": {"kl_coef": 0.2},
     "entropy": {"entropy_coef": 0.05},
     "capped": {"importance_cap": 1.1},
+    "masked": {"sequence_mask": (0.9, 1.2)},
     "all": {"kl_coef": 0.1, "entropy_coef": -0.02, "importance_cap": 0.9},
+    "all masked": {"kl_coef": 0.1, "entropy_coef": 0.03, "importance_cap": 1.2, "sequence_mask": (0.85, 1.17)},
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "padded": {"layout": "padded", "max_tokens_per_gpu": 22},

@@ -15,7 +15,7 @@ the "float32 one-row run".
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -98,9 +98,12 @@ def oracle_step(
     token_loss = TokenLoss(**loss_settings)
     weights = token_weights(rows, voters, normaliser, normaliser_constant)
     log_ratios = mean_log_ratios(model, rows, token_loss)
+    rejected = rejected_rollouts(model, rows, token_loss)
     model.zero_grad(set_to_none=True)
     loss, num_tokens, max_deviation = 0.0, 0, 0.0
     sums = dict.fromkeys(("entropy", "clip_fraction", "kl", "engine_trainer_kl"), 0.0)
+    if token_loss.sequence_mask is not None:
+        sums["kept_fraction"] = 0.0
     logprobs: dict[Hashable, Tensor] = {}
     for row in rows:
         ids = [int(token) for token in row.token_ids]
@@ -114,11 +117,14 @@ def oracle_step(
             logprob, entropy = logprobs_TV[t - 1, ids[t]], entropies_T[t - 1]
             value = float(logprob.detach())
             logprobs[row.row_id][t] = value
-            term, is_clipped = token_loss(row, t, logprob, entropy, log_ratios.get(row.row_id))
+            is_kept = row.rollout_id not in rejected
+            term, is_clipped = token_loss(row, t, logprob, entropy, log_ratios.get(row.row_id), is_kept=is_kept)
             terms.append(weights[row.row_id][t] * term)
             num_tokens += 1
             max_deviation = max(max_deviation, abs(math.exp(value - old_logprob(row, t, value)) - 1))
             sums["clip_fraction"] += is_clipped
+            if "kept_fraction" in sums:
+                sums["kept_fraction"] += is_kept
             sums["entropy"] += float(entropy.detach())
             if row.ref_logprobs is not None:
                 sums["kl"] += k3(value, float(row.ref_logprobs[t]))
@@ -180,9 +186,34 @@ def mean_log_ratios(model: Any, rows: Sequence[Row], token_loss: TokenLoss) -> d
     return means
 
 
+def rejected_rollouts(model: Any, rows: Sequence[Row], token_loss: TokenLoss) -> set[Hashable]:
+    """Rollouts whose geometric mean of old / engine, over the trained tokens of all their rows, is out of bounds."""
+    if token_loss.sequence_mask is None:
+        return set()
+    low, high = token_loss.sequence_mask
+    differences: dict[Hashable, list[float]] = {row.rollout_id: [] for row in rows}
+    for row in rows:
+        assert row.engine_logprobs is not None
+        with torch.no_grad():
+            logprobs_TV = row_logprobs(model, row, token_loss.temperature)
+        for t, is_trained in enumerate(row.loss_mask):
+            if is_trained:
+                old = old_logprob(row, t, float(logprobs_TV[t - 1, int(row.token_ids[t])]))
+                differences[row.rollout_id].append(old - float(row.engine_logprobs[t]))
+    rejected: set[Hashable] = set()
+    for rollout_id, found in differences.items():
+        ratio = math.exp(math.fsum(found) / len(found)) if found else 1.0
+        if ratio < low or ratio > high:
+            rejected.add(rollout_id)
+    return rejected
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """The loss of one trained token: importance weight · policy term + kl_coef · KL - entropy_coef · entropy."""
+    """The loss of one trained token: importance weight · policy term + kl_coef · KL - entropy_coef · entropy.
+
+    The policy term is 0 where ``sequence_mask`` rejects the token's rollout.
+    """
 
     loss: str = "ppo_clip"
     clip_low: float = 0.2
@@ -193,10 +224,11 @@ class TokenLoss:
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     importance_cap: float | None = None
+    sequence_mask: tuple[float, float] | None = None
     temperature: float = 1.0
 
     def __call__(
-        self, row: Row, t: int, logprob: Tensor, entropy: Tensor, log_ratio: float | None
+        self, row: Row, t: int, logprob: Tensor, entropy: Tensor, log_ratio: float | None, *, is_kept: bool = True
     ) -> tuple[Tensor, bool]:
         """(the token's loss with gradient, whether a clip acted on it)."""
         advantage = float(row.advantage if isinstance(row.advantage, float) else row.advantage[t])
@@ -216,6 +248,8 @@ class TokenLoss:
         if self.importance_cap is not None:
             assert row.engine_logprobs is not None
             total = min(self.importance_cap, math.exp(old - float(row.engine_logprobs[t]))) * total
+        if not is_kept:
+            total = torch.zeros_like(logprob, requires_grad=False)
         if self.kl_coef != 0:
             assert row.ref_logprobs is not None
             difference = float(row.ref_logprobs[t]) - logprob
@@ -260,6 +294,104 @@ def clipped_surrogate(
     if bound is None:
         return -advantage * ratio, False
     return torch.full_like(ratio, -advantage * bound, requires_grad=False), True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleValues:
+    """What one huge batch on one machine would have computed for a critic."""
+
+    loss: float
+    gradient: dict[str, Tensor]  # parameter name -> gradient, float64
+    values: dict[Hashable, Tensor]  # row id -> [T], 0.0 at tokens that are not trained
+    metrics: dict[str, float | None]
+
+
+def oracle_value_step(
+    model: Any,
+    rows: Sequence[Row],
+    *,
+    voters: Mapping[Hashable, Hashable] | None = None,
+    normaliser: str = "token",
+    normaliser_constant: float | None = None,
+    value_clip: float | None = None,
+    token_loss: Callable[[Tensor, float, float, float | None], tuple[Tensor, bool]] | None = None,
+    read_at: int = -1,
+) -> OracleValues:
+    """Loss, full gradient, values and metrics of the window; leaves the model's ``.grad`` as None.
+
+    ``token_loss`` and ``read_at`` (which output speaks of token t, from t on) are there to show wrong ones.
+    """
+    loss_of = value_loss if token_loss is None else token_loss
+    weights = token_weights(rows, voters, normaliser, normaliser_constant)
+    model.zero_grad(set_to_none=True)
+    loss, num_clipped = 0.0, 0
+    values: dict[Hashable, Tensor] = {}
+    pairs: list[tuple[float, float]] = []  # (value, return) of every trained token
+    for row in rows:
+        values_T = model(input_ids=torch.tensor([[int(token) for token in row.token_ids]])).logits[0, :, 0]
+        values[row.row_id] = torch.zeros(len(row.token_ids), dtype=values_T.dtype)
+        terms = []
+        for t, is_trained in enumerate(row.loss_mask):
+            if not is_trained:
+                continue
+            value = values_T[t + read_at]
+            number = float(value.detach())
+            values[row.row_id][t] = number
+            assert row.returns is not None
+            old = number if row.old_values is None else float(row.old_values[t])
+            term, is_clipped = loss_of(value, old, float(row.returns[t]), value_clip)
+            terms.append(weights[row.row_id][t] * term)
+            num_clipped += is_clipped
+            pairs.append((number, float(row.returns[t])))
+        if terms:
+            row_loss = torch.stack(terms).sum()
+            loss += float(row_loss.detach())
+            if row_loss.requires_grad:
+                row_loss.backward()
+    gradient = {
+        name: torch.zeros_like(parameter).double() if parameter.grad is None else parameter.grad.double()
+        for name, parameter in model.named_parameters()
+    }
+    model.zero_grad(set_to_none=True)
+    return OracleValues(loss=loss, gradient=gradient, values=values, metrics=value_metrics(pairs, num_clipped))
+
+
+def value_loss(value: Tensor, old: float, target: float, clip: float | None) -> tuple[Tensor, bool]:
+    """(loss of one token, whether the clip acted on it).
+
+    Half the squared error of the value; but where the value moved away from the old one by more than ``clip`` and the
+    point that it was allowed to reach is farther from the target than the value itself, half the squared error of that
+    point, which has no gradient.
+    """
+    error = value - target
+    reached = float(value.detach())
+    if clip is not None and abs(reached - old) > clip:
+        allowed = old + clip if reached > old else old - clip
+        if abs(allowed - target) > abs(reached - target):
+            return torch.full_like(value, (allowed - target) ** 2 / 2, requires_grad=False), True
+    return error * error / 2, False
+
+
+def value_metrics(pairs: Sequence[tuple[float, float]], num_clipped: int) -> dict[str, float | None]:
+    """Token means over the window, and 1 - Var(R - V) / Var(R), each variance about its own mean."""
+    names = ("value_mean", "return_mean", "value_error", "value_clip_fraction", "explained_variance")
+    if not pairs:
+        return dict.fromkeys(names)
+    count = len(pairs)
+
+    def variance(numbers: Sequence[float]) -> float:
+        mean = math.fsum(numbers) / count
+        return math.fsum((number - mean) ** 2 for number in numbers) / count
+
+    returns, errors = [r for _, r in pairs], [r - v for v, r in pairs]
+    is_flat = max(returns) == min(returns)
+    return {
+        "value_mean": math.fsum(v for v, _ in pairs) / count,
+        "return_mean": math.fsum(returns) / count,
+        "value_error": math.fsum(error * error for error in errors) / count,
+        "value_clip_fraction": num_clipped / count,
+        "explained_variance": None if is_flat else 1 - variance(errors) / variance(returns),
+    }
 
 
 def gradient_norm(gradient: Mapping[str, Tensor]) -> float:

@@ -80,7 +80,8 @@ def credit_by_gae(
         kl_estimator: k1, k2 or k3.
 
     Raises:
-        CreditError: a row without values, or a rollout whose calls fork: its tokens have no single order.
+        CreditError: a row without values or of a rollout that is not given, a rollout without a reward, or one whose
+            calls fork: its tokens have no single order.
 
     >>> row = Row(row_id="r", rollout_id="o", group_id="g", token_ids=[5, 6, 7], loss_mask=[0, 1, 1],
     ...           old_values=[0.0, 0.5, 0.25])
@@ -93,6 +94,12 @@ def credit_by_gae(
         if row.old_values is None:
             raise CreditError(f"row {row.row_id!r}: gae needs old_values, a critic's values at its trained tokens")
         by_rollout.setdefault(row.rollout_id, []).append(row)
+    rollouts = list(rollouts)
+    if unknown := by_rollout.keys() - {rollout.rollout_id for rollout in rollouts}:
+        raise CreditError(
+            f"every row's rollout must be given, because it has the reward; found rows of {len(unknown)} others, such "
+            f"as {next(iter(unknown))!r}"
+        )
     credited: dict[Hashable, Row] = {}
     for rollout in rollouts:
         mine = by_rollout.get(rollout.rollout_id, [])

@@ -24,6 +24,8 @@ from evenstep.train.window import PreparedWindow
 __all__ = ["TokenValues", "ValueObjective", "is_critic", "value_inputs"]
 
 RESERVED = {"value_mean", "return_mean", "value_error", "explained_variance"}
+# options of a policy's loss, which a critic's has no use for
+OF_POLICY = ("dual_clip", "kl_coef", "entropy_coef", "importance_cap", "sequence_mask")
 
 
 def is_critic(model: PreTrainedModel) -> bool:
@@ -60,6 +62,8 @@ class ValueObjective:
                 f"a critic gives one value per token, found {type(model).__name__} with {num_labels} labels; load it "
                 f"with AutoModelForTokenClassification.from_pretrained(..., num_labels=1)"
             )
+        if given := [name for name in OF_POLICY if getattr(options, name)]:
+            raise ConfigError(f"{', '.join(given)} belong to a policy's loss, found them with a critic; leave them out")
         self._options = options
 
     def required_fields(self) -> dict[str, str]:
@@ -120,9 +124,15 @@ def value_inputs(model: PreTrainedModel, cell: Cell) -> Tensor:
     found: list[Tensor] = []
     handle = value_head(model).register_forward_pre_hook(lambda _, args: found.append(args[0]))
     try:
-        model(**cell.model_inputs())
+        logits = model(**cell.model_inputs()).logits
     finally:
         handle.remove()
+    if logits.shape[:2] != cell.input_ids_BT.shape:
+        raise ConfigError(
+            f"a critic gives one value per token, found {type(model).__name__} with outputs of shape "
+            f"{tuple(logits.shape)} for tokens of shape {tuple(cell.input_ids_BT.shape)}; load it with "
+            f"AutoModelForTokenClassification.from_pretrained(..., num_labels=1)"
+        )
     hidden = found[0]
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, cell.gather_N).double()
 

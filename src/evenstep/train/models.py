@@ -34,7 +34,8 @@ def load_model(path: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
 
 
 def load_critic(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a backbone with one value per token on top, from local files only; a head that is not in them is 0.
+    """Load a backbone with one value per token on top, without dropout, from local files only; a head that is not
+    in them is 0.
 
     Raises:
         ConfigError: the folder, the package or its weights are missing, or transformers has no token classifier of
@@ -54,6 +55,9 @@ def load_critic(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
         for name, parameter in critic.named_parameters():
             if name in info["missing_keys"]:
                 parameter.zero_()
+    for module in critic.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # transformers puts 0.1 before the head; no pass has dropout
     return critic
 
 

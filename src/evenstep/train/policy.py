@@ -49,6 +49,8 @@ class PolicyObjective:
                 f"loss {options.loss!r} trains a critic, and the model is a causal LM; choose one of "
                 f"{', '.join(LOSSES)}, or give a token classifier with one label"
             )
+        if options.value_clip is not None:
+            raise ConfigError(f"value_clip belongs to a critic's loss, found {options.value_clip}; leave it out")
         self._options = options
 
     def required_fields(self) -> dict[str, str]:

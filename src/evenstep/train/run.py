@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,6 +93,8 @@ class _Run:
         self.counters = Counters()
         self.evaluations: list[dict[str, Any]] = []
         self._replaced: frozenset[str] = frozenset()  # groups of the present collection that stand in for dropped ones
+        # which passes and windows there are follows from it, so ranks that differ would wait for each other
+        distributed.agree("configuration", sha256(config.resolved().encode()).hexdigest())
         self._load()
 
     def _load(self) -> None:
@@ -294,7 +297,8 @@ class _Run:
             found = [WindowRows.of(window) for window in windows if window.epoch == 0]
         if config.has_scoring_pass:
             self._phase("score")
-            found = scored(found, self.models, config)
+        # without a pass too: old log-probs of the engine come from the rollouts
+        found = scored(found, self.models, config)
         if found is None:
             return None
         return [credited(window, config, self.credit) for window in found]
