@@ -12,12 +12,14 @@ from mutations import Mutation
 _COLLATE = partial(Mutation, module="evenstep.train.collate")
 _LOGPROBS = partial(Mutation, module="evenstep.train.logprobs")
 _RANKS = partial(Mutation, module="evenstep.train.distributed")
+_MOE = partial(Mutation, module="evenstep.train.moe")
 _STEP = partial(Mutation, module="evenstep.train.step")
 _POLICY = partial(Mutation, module="evenstep.train.policy")
 _TOTALS = partial(Mutation, module="evenstep.train.totals")
 _WINDOW = partial(Mutation, module="evenstep.train.window")
 
 TEST_FORMULAS = "tests/unit/train/test_loss_formulas.py::"
+TEST_MOE = "tests/unit/train/test_moe.py::"
 TEST_STEP = "tests/unit/train/test_trainer_step.py::"
 TEST_LOGPROBS = "tests/unit/train/test_logprobs.py::"
 TEST_CASES = "tests/unit/test_cases_train.py::"
@@ -396,6 +398,52 @@ STEP: list[Mutation] = [
         old='kl_estimate(cell.engine_logprobs_N.double(), logprobs_N, "k3")',
         new='kl_estimate(logprobs_N, cell.engine_logprobs_N.double(), "k3")',
         killed_by=TEST_FORMULAS + "test_terms_by_hand[None-terms0-1.0]",
+    ),
+    _COLLATE(
+        name="padding balanced",
+        why="[P33] Padding and fillers count among the tokens that experts are balanced over.",
+        old="index = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)",
+        new="index = np.arange(self.input_ids_BT.numel())",
+        killed_by=TEST_MOE + "test_the_exact_step[padded-multiple-0.7-mixtral]",
+    ),
+    _MOE(
+        name="first choices balanced",
+        why="Only the first expert of each token counts.",
+        old="torch.bincount(one.experts_TX.flatten()",
+        new="torch.bincount(one.experts_TX[:, 0]",
+        killed_by=TEST_MOE + "test_two_layers_two_experts_by_hand",
+    ),
+    _MOE(
+        name="layers averaged",
+        why="The balance of experts is a mean over layers.",
+        old="return torch.stack(terms).sum()",
+        new="return torch.stack(terms).mean()",
+        killed_by=TEST_MOE + "test_two_layers_two_experts_by_hand",
+    ),
+    _POLICY(
+        name="fractions of a micro-batch",
+        why="[P33] The fraction of tokens per expert is that of the micro-batch.",
+        old="balance_loss(out.routing, state.balance_weights_LE)",
+        new=(
+            "balance_loss(out.routing, balance_weights(count_tokens(out.routing), max(1, len(cell.token_index())))"
+            " * len(cell.token_index()) / 77)"
+        ),
+        killed_by=TEST_MOE + "test_the_exact_step[padded-20-0.7-mixtral]",
+    ),
+    _POLICY(
+        name="fractions of a rank",
+        why="[P33] The fraction of tokens per expert is that of the rank.",
+        old="parts = distributed.exchange((torch.stack(list(token_counts)).sum(0), num_tokens))",
+        new="parts = [(torch.stack(list(token_counts)).sum(0), num_tokens)] * distributed.rank_and_size()[1]",
+        killed_by="tests/dist/test_moe.py::test_the_exact_step[2-mixtral-padded-usual-replicated-0.7]",
+        is_long=True,
+    ),
+    _POLICY(
+        name="no step for the balance alone",
+        why="[P15] A window without advantages does not step although experts are to be balanced.",
+        old="any((options.kl_coef, options.entropy_coef, options.moe_balance_coef))",
+        new="any((options.kl_coef, options.entropy_coef))",
+        killed_by=TEST_MOE + "test_a_window_without_advantages[0.7]",
     ),
     _TOTALS(
         name="metric of micro-batch means",

@@ -1,8 +1,9 @@
-"""Tiny random Qwen3 and Llama models, in float32 or in *true* float64, and models whose log-probs are known by hand.
+"""Tiny random models, in float32 or in *true* float64, and models whose log-probs are known by hand.
 
-transformers computes RMSNorm, the rotary angles and the eager softmax in float32 whatever the model's dtype, so a
-"float64" model is only half true. ``true_float64()`` replaces those casts for the length of a ``with`` block, and
-``no_float32()`` fails on any operation, forward or backward, that yields a floating-point tensor of another dtype.
+transformers computes RMSNorm, the rotary angles and the softmax of attention and routers in float32 whatever the
+model's dtype, so a "float64" model is only half true. ``true_float64()`` replaces those casts for the length of a
+``with`` block, and ``no_float32()`` fails on any operation, forward or backward, that yields a floating-point tensor of
+another dtype.
 """
 
 from __future__ import annotations
@@ -15,13 +16,25 @@ from typing import Any
 
 import torch
 import transformers.models.llama.modeling_llama as llama
+import transformers.models.mixtral.modeling_mixtral as mixtral
 import transformers.models.qwen3.modeling_qwen3 as qwen3
+import transformers.models.qwen3_moe.modeling_qwen3_moe as qwen3_moe
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 VOCAB = 23
+NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2  # of the families with experts
 
 
 def tiny_model(
@@ -33,12 +46,15 @@ def tiny_model(
     num_layers: int = 2,
     is_tied: bool = False,
     scale: float = 0.4,
+    experts: str = "eager",
 ) -> Any:
     """A causal LM of a few thousand parameters whose weights are a pure function of ``seed``, whatever the dtype.
 
     Weights are drawn in float32 with standard deviation ``scale``. At 0.4 attention is far from uniform, and a token
     that sees too much changes its log-prob by tenths; rounding to float32 alone then moves the gradient by up to 3e-6.
     At 0.15, nearer to a model in use, that is 0.3e-6.
+
+    ``experts`` is how transformers multiplies with experts: its default ``grouped_mm`` knows no float64.
     """
     shape = {
         "vocab_size": VOCAB,
@@ -57,6 +73,13 @@ def tiny_model(
     }
     if family == "qwen3":
         model: Any = Qwen3ForCausalLM(Qwen3Config(**shape))
+    elif family == "qwen3_moe":
+        shape |= {"num_experts": NUM_EXPERTS, "moe_intermediate_size": 12, "norm_topk_prob": True}
+        shape |= {"num_experts_per_tok": EXPERTS_PER_TOKEN, "experts_implementation": experts}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
+    elif family == "mixtral":
+        shape |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+        model = MixtralForCausalLM(MixtralConfig(**shape, experts_implementation=experts))
     else:
         assert family == "llama"
         model = LlamaForCausalLM(LlamaConfig(**shape))
@@ -101,11 +124,19 @@ def with_dtype(model: Any, dtype: torch.dtype) -> Any:
     model = model.to(dtype)
     if dtype == torch.float64:
         for module in model.modules():
-            if isinstance(module, (llama.LlamaRotaryEmbedding, qwen3.Qwen3RotaryEmbedding)):
+            if isinstance(module, ROTARY):
                 dim = 2 * module.inv_freq.numel()
                 base = module.config.rope_parameters["rope_theta"]
                 module.inv_freq = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     return model
+
+
+ROTARY = (
+    llama.LlamaRotaryEmbedding,
+    mixtral.MixtralRotaryEmbedding,
+    qwen3.Qwen3RotaryEmbedding,
+    qwen3_moe.Qwen3MoeRotaryEmbedding,
+)
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -138,16 +169,22 @@ def _eager_attention(
     return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
 
 
+def _router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = hidden_states.reshape(-1, self.hidden_dim) @ self.weight.T
+    scores, experts = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
+    return logits, scores / scores.sum(dim=-1, keepdim=True), experts
+
+
 @contextlib.contextmanager
 def true_float64() -> Iterator[None]:
-    """Within the block, Qwen3 and Llama models keep the dtype of their inputs throughout."""
+    """Within the block, the tiny models keep the dtype of their inputs throughout."""
+    norms = (llama.LlamaRMSNorm, mixtral.MixtralRMSNorm, qwen3.Qwen3RMSNorm, qwen3_moe.Qwen3MoeRMSNorm)
+    routers = (mixtral.MixtralTopKRouter, qwen3_moe.Qwen3MoeTopKRouter)
     replaced: list[tuple[type | ModuleType, str, Any]] = [
-        (llama.LlamaRMSNorm, "forward", _rms_norm),
-        (qwen3.Qwen3RMSNorm, "forward", _rms_norm),
-        (llama.LlamaRotaryEmbedding, "forward", _rotary),
-        (qwen3.Qwen3RotaryEmbedding, "forward", _rotary),
-        (llama, "eager_attention_forward", _eager_attention),
-        (qwen3, "eager_attention_forward", _eager_attention),
+        *((norm, "forward", _rms_norm) for norm in norms),
+        *((rotary, "forward", _rotary) for rotary in ROTARY),
+        *((router, "forward", _router) for router in routers),
+        *((module, "eager_attention_forward", _eager_attention) for module in (llama, mixtral, qwen3, qwen3_moe)),
     ]
     originals = [vars(owner)[name] for owner, name, _ in replaced]
     for owner, name, function in replaced:

@@ -13,7 +13,15 @@ from typing import IO, Any
 
 from evenstep.errors import ConfigError
 
-__all__ = ["cached_conversion", "find_gguf", "layout_problem", "max_context_tokens", "model_folder", "model_settings"]
+__all__ = [
+    "balance_problem",
+    "cached_conversion",
+    "find_gguf",
+    "layout_problem",
+    "max_context_tokens",
+    "model_folder",
+    "model_settings",
+]
 
 PACKAGED = "evenstep:"
 PYPI = "pypi:"
@@ -28,6 +36,10 @@ STATEFUL_MODEL_TYPES = frozenset(
 )  # fmt: skip
 # Model types whose attention has learned sinks, which per-document attention does not know.
 SINK_MODEL_TYPES = frozenset({"gpt_oss"})
+# Model types whose routers take the experts with the highest softmax, and drop no token where an expert is full.
+SOFTMAX_ROUTER_MODEL_TYPES = frozenset(
+    {"flex_olmo", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+)
 # Layers that attend only within a row when they are told where it ends.
 ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -167,6 +179,24 @@ def layout_problem(settings: Mapping[str, Any], layout: str) -> str | None:
     if unknown:
         return f"layers of type {', '.join(unknown)} cannot be told where a row ends"
     return None
+
+
+def balance_problem(settings: Mapping[str, Any]) -> str | None:
+    """Why a model has no load-balancing loss that evenstep can take exactly, or None when it has one.
+
+    Other routers choose by another score than the softmax that the loss speaks of (a bias, groups, sigmoids).
+
+    >>> balance_problem({"model_type": "mixtral"}) is None
+    True
+    >>> balance_problem({"model_type": "llama"})[:63]
+    "model type 'llama' is not one of those whose routers are known:"
+    """
+    if settings.get("model_type") in SOFTMAX_ROUTER_MODEL_TYPES:
+        return None
+    return (
+        f"model type {settings.get('model_type')!r} is not one of those whose routers are known: "
+        f"{', '.join(sorted(SOFTMAX_ROUTER_MODEL_TYPES))}"
+    )
 
 
 # GGUF value types by number: struct format of the fixed-size ones; 8 is a string, 9 an array

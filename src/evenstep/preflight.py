@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evenstep.config import Config, load_config
 from evenstep.errors import ConfigError
-from evenstep.model_files import layout_problem, max_context_tokens, model_settings
+from evenstep.model_files import balance_problem, layout_problem, max_context_tokens, model_settings
 
 __all__ = ["check_model", "check_packages", "check_ranks", "check_run_folder", "preflight"]
 
@@ -78,6 +78,12 @@ def check_model(config: Config) -> None:
             raise ConfigError(
                 f"model.max_context_tokens must be at most {most}, the context that {key} = {path!r} was made for, "
                 f"found {config.model.max_context_tokens}; lower it, compaction keeps rollouts within it"
+            )
+        problem = balance_problem(settings) if config.train.moe_balance_coef and key == "model.path" else None
+        if problem is not None:
+            raise ConfigError(
+                f"train.moe_balance_coef = {config.train.moe_balance_coef} needs the routing of every token, found "
+                f"that {problem} ({key}); leave it out, or set it to 0"
             )
         problem = layout_problem(settings, config.plan.layout)
         if problem is not None:

@@ -32,8 +32,8 @@ HARMLESS = Mutation(
     new="return -rewards_G.mean() + rewards_G",
     killed_by="tests/unit/credit/test_advantages.py::test_rows_do_not_vote",
 )
-# a resumed run is a run of its own (dist/test_resume.py), and MoE balancing terms are refused
-WITHOUT_FORMULA = {"P23", "P33"}
+# a resumed run is a run of its own (dist/test_resume.py)
+WITHOUT_FORMULA = {"P23"}
 
 
 def assert_killed(mutations: Sequence[Mutation], timeout_s: float) -> None:

@@ -37,6 +37,8 @@ class Cell:
     [[5, 6, 7], [8, 9, 0]]
     >>> cell.gather_N.tolist(), cell.targets_N.tolist(), cell.weights_N.tolist()
     ([0, 1, 3], [6, 7, 9], [0.1, 0.1, 0.2])
+    >>> cell.token_index().tolist()
+    [0, 1, 2, 3, 4]
     """
 
     rows: tuple[Row, ...]
@@ -62,6 +64,15 @@ class Cell:
         if self.document_lengths is not None:
             inputs |= {"position_ids": self.position_ids_BT, DOCUMENTS_KWARG: self.document_lengths}
         return inputs
+
+    def token_index(self) -> Tensor:
+        """Flat index into B * T of every token of its rows, context included: neither padding nor fillers.
+
+        A position that several rows go through stands in it once for each of them.
+        """
+        parts = [np.arange(start, start + row.num_tokens) for start, row in zip(self.starts, self.rows, strict=True)]
+        index = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return torch.from_numpy(index).to(self.input_ids_BT.device)
 
     def scatter(self, values_N: Tensor) -> dict[Hashable, Tensor]:
         """Per row id, a CPU tensor of the row's own length: the value at trained tokens, 0.0 elsewhere."""

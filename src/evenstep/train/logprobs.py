@@ -7,7 +7,7 @@ graph of the model's own output, where sharded parameters have their hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from evenstep.train.collate import Cell
+from evenstep.train.moe import Routing, recorded_routing
 
 __all__ = ["TokenLogprobs", "cell_logprobs"]
 
@@ -32,6 +33,7 @@ class TokenLogprobs:
     logprobs_N: Tensor  # of the sampled id, at the given temperature
     entropies_N: Tensor  # nats; with gradient only where it was asked for
     anchor: Tensor  # scalar 0 that ties the model's output to the graph: add it to the loss
+    routing: tuple[Routing, ...]  # of all tokens of the rows, context included; one entry for each router asked for
 
 
 def cell_logprobs(
@@ -41,6 +43,7 @@ def cell_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     entropy_gradient: bool = False,
+    routers: Sequence[nn.Module] = (),
 ) -> TokenLogprobs:
     """Run the model on a cell and return log-probs and entropies of its trained tokens.
 
@@ -52,6 +55,7 @@ def cell_logprobs(
         temperature: that of sampling.
         chunk_tokens: trained tokens whose logits exist at once.
         entropy_gradient: whether entropies carry a gradient.
+        routers: of experts; what they say is recorded.
     """
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[operator]
     is_own_group = isinstance(head, FSDPModule)
@@ -77,13 +81,19 @@ def cell_logprobs(
 
     handle = head.register_forward_pre_hook(before_head)
     try:
-        logits: Tensor = model(**cell.model_inputs()).logits
+        with recorded_routing(routers) as routing:
+            logits: Tensor = model(**cell.model_inputs()).logits
     finally:
         handle.remove()
     if whole:
         found.append(score_logits(logits, cell.targets_N, temperature, entropy_gradient))
     logprobs_N, entropies_N = found[0]
-    return TokenLogprobs(logprobs_N=logprobs_N, entropies_N=entropies_N, anchor=logits[:, :0].sum())
+    return TokenLogprobs(
+        logprobs_N=logprobs_N,
+        entropies_N=entropies_N,
+        anchor=logits[:, :0].sum(),
+        routing=tuple(one.at(cell.token_index()) for one in routing),
+    )
 
 
 def chunked_logprobs(

@@ -21,7 +21,7 @@ METRIC_NAMES = (
     *("segments_per_rollout_mean", "segments_per_rollout_max", "num_trained_tokens", "num_microbatches"),
     *("padding_efficiency", "lockstep_efficiency", "reward_mean", "reward_std", "zero_spread_fraction"),
     *("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ratio_max_deviation", "engine_trainer_kl"),
-    *("kept_fraction", "kl_penalty_mean"),
+    *("kept_fraction", "kl_penalty_mean", "moe_balance"),
     *("critic_loss", "critic_grad_norm", "value_error", "value_clip_fraction", "explained_variance"),
     *("staleness_max", "tokens_per_second", "peak_memory_bytes"),
     *("seconds_generate", "seconds_score", "seconds_train"),

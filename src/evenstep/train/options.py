@@ -50,6 +50,7 @@ class StepOptions:
     kl_coef: float = 0.0  # times the KL estimate against ref_logprobs, added to the loss
     kl_estimator: str = "k3"  # k2 or k3
     entropy_coef: float = 0.0  # times the entropy, subtracted from the loss
+    moe_balance_coef: float = 0.0  # times the load-balancing loss of a mixture of experts, added to the loss
     importance_cap: float | None = None  # truncated importance weight min(cap, exp(old - engine)) on the policy term
     # policy terms of rollouts whose exp(mean of old - engine) is outside (low, high) are 0
     sequence_mask: tuple[float, float] | None = None
@@ -89,6 +90,7 @@ class StepOptions:
             "dual_clip": (1.0, False),
             "kl_coef": (0.0, True),
             "entropy_coef": (-math.inf, False),
+            "moe_balance_coef": (0.0, True),
             "importance_cap": (0.0, False),
             "value_clip": (0.0, False),
             "temperature": (0.0, False),
@@ -105,6 +107,11 @@ class StepOptions:
                 raise ConfigError(f"{name} must be {'at least' if inclusive else 'above'} {limit:g}, found {value}")
         if not 0 <= self.clip_low < 1:
             raise ConfigError(f"clip_low must be at least 0 and below 1, found {self.clip_low}")
+        if self.moe_balance_coef and self.loss in VALUE_LOSSES:
+            raise ConfigError(
+                f"moe_balance_coef is a term of a policy's loss, found {self.moe_balance_coef} with loss "
+                f"{self.loss!r}; leave it out"
+            )
         if self.sequence_mask is not None:
             low, high = self.sequence_mask
             if not 0 <= low < 1 < high:

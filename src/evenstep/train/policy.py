@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,35 +15,38 @@ from evenstep.train import distributed
 from evenstep.train.collate import Cell
 from evenstep.train.logprobs import TokenLogprobs, cell_logprobs
 from evenstep.train.losses import LOSSES, VALUE_LOSSES, TokenBatch, gspo, kl_estimate
+from evenstep.train.moe import balance_loss, balance_weights, count_tokens, find_routers
 from evenstep.train.options import StepOptions
 from evenstep.train.totals import Terms, refuse_clash
 from evenstep.train.window import PreparedWindow
 from evenstep.types import Float64Array, Row
 
-__all__ = ["PolicyObjective", "RolloutState"]
+__all__ = ["PolicyObjective", "WindowState"]
 
 # metrics that evenstep computes itself
-RESERVED = {"entropy", "kl", "engine_trainer_kl", "ratio_max_deviation", "kept_fraction"}
+RESERVED = {"entropy", "kl", "engine_trainer_kl", "ratio_max_deviation", "kept_fraction", "moe_balance"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutState:
-    """What a token's loss needs to know of its whole rollout, whose rows may be in other cells and on other ranks."""
+class WindowState:
+    """What a token's loss needs to know of other tokens, which may be in other cells and on other ranks."""
 
     log_ratios: Mapping[Hashable, float] | None = None  # gspo: mean of current - old over the trained tokens
     engine_log_ratios: Mapping[Hashable, float] | None = None  # sequence mask: mean of old - engine
+    # expert balance: [L, E] factor of each probability, from the window's tokens at the current weights
+    balance_weights_LE: Tensor | None = None
 
 
 class PolicyObjective:
-    """Policy term, KL, entropy and importance weights on the log-probs of a causal LM.
+    """Policy term, KL, entropy, importance weights and expert balance on the log-probs of a causal LM.
 
     Raises:
-        ConfigError: the loss is a critic's.
+        ConfigError: the loss is a critic's, or an expert balance is asked of a model that has none.
     """
 
     output_name = "logprobs"
 
-    def __init__(self, options: StepOptions) -> None:
+    def __init__(self, options: StepOptions, model: PreTrainedModel) -> None:
         if options.loss in VALUE_LOSSES:
             raise ConfigError(
                 f"loss {options.loss!r} trains a critic, and the model is a causal LM; choose one of "
@@ -52,6 +55,7 @@ class PolicyObjective:
         if options.value_clip is not None:
             raise ConfigError(f"value_clip belongs to a critic's loss, found {options.value_clip}; leave it out")
         self._options = options
+        self._routers = find_routers(model) if options.moe_balance_coef else ()
 
     def required_fields(self) -> dict[str, str]:
         """Per-token fields that every row must carry, and why."""
@@ -66,7 +70,8 @@ class PolicyObjective:
 
     def skip_reason(self, window: PreparedWindow) -> str | None:
         """Why a window with trained tokens has no gradient; None where it has one."""
-        has_other_terms = self._options.kl_coef != 0.0 or self._options.entropy_coef != 0.0
+        options = self._options
+        has_other_terms = any((options.kl_coef, options.entropy_coef, options.moe_balance_coef))
         return None if window.has_signal or has_other_terms else "all advantages are exactly 0"
 
     def forward(self, model: PreTrainedModel, cell: Cell) -> TokenLogprobs:
@@ -76,12 +81,13 @@ class PolicyObjective:
             temperature=self._options.temperature,
             chunk_tokens=self._options.logprob_chunk_tokens,
             entropy_gradient=self._options.entropy_coef != 0.0,
+            routers=self._routers,
         )
 
     def look_ahead(
         self, window: PreparedWindow, run_pass: Callable[[Callable[[Cell, TokenLogprobs], None]], None]
-    ) -> RolloutState:
-        """What must be known of whole rollouts before the first backward.
+    ) -> WindowState:
+        """What must be known of other cells and ranks before the first backward.
 
         Args:
             window: of the step.
@@ -90,15 +96,20 @@ class PolicyObjective:
         options, has_old = self._options, "old_logprobs" in window.fields
         is_rollout_gspo = options.loss_function is gspo and options.ratio_unit == "rollout"
         is_masked = options.sequence_mask is not None
-        if not is_rollout_gspo and not is_masked:
-            return RolloutState()
         current: dict[Hashable, Float64Array] = {}  # row id -> [M] at trained tokens
 
+        token_counts: list[Tensor] = []  # of each cell: [L, E]
+        num_tokens = 0
+
         def keep(cell: Cell, out: TokenLogprobs) -> None:
+            nonlocal num_tokens
+            if self._routers:
+                token_counts.append(count_tokens(out.routing))
+                num_tokens += sum(row.num_tokens for row in cell.rows)
             by_row = cell.scatter(out.logprobs_N)
             current.update({row.row_id: by_row[row.row_id].double().numpy()[row.loss_mask] for row in cell.rows})
 
-        if (is_rollout_gspo and has_old) or (is_masked and not has_old):
+        if self._routers or (is_rollout_gspo and has_old) or (is_masked and not has_old):
             run_pass(keep)
 
         def moved(row: Row) -> Float64Array:
@@ -111,12 +122,13 @@ class PolicyObjective:
             assert row.engine_logprobs is not None
             return old(row) - row.engine_logprobs[row.loss_mask]
 
-        return RolloutState(
+        return WindowState(
             log_ratios=_rollout_means(window, moved) if is_rollout_gspo else None,
             engine_log_ratios=_rollout_means(window, apart) if is_masked else None,
+            balance_weights_LE=_window_balance(token_counts, num_tokens) if self._routers else None,
         )
 
-    def terms(self, cell: Cell, out: TokenLogprobs, state: RolloutState) -> Terms:
+    def terms(self, cell: Cell, out: TokenLogprobs, state: WindowState) -> Terms:
         """The losses of a cell's trained tokens, before weighting, and its metrics."""
         options = self._options
         old_N = out.logprobs_N.detach() if cell.old_logprobs_N is None else cell.old_logprobs_N
@@ -153,19 +165,25 @@ class PolicyObjective:
             # tokens were drawn from the engine's distribution, so that one is the first argument
             means["engine_trainer_kl"] = kl_estimate(cell.engine_logprobs_N.double(), logprobs_N, "k3")
         deviation_N = torch.expm1(logprobs_N - old_N.double()).abs()
+        others: dict[str, Tensor] = {}
+        if state.balance_weights_LE is not None:
+            others["moe_balance"] = options.moe_balance_coef * balance_loss(out.routing, state.balance_weights_LE)
         return Terms(
             losses_N=losses_N,
             outputs_N=out.logprobs_N,
             means=means,
             maxima={"ratio_max_deviation": deviation_N},
+            others=others,
         )
 
-    @staticmethod
-    def complete(metrics: dict[str, float | int | None]) -> dict[str, float | int | None]:
-        """Metrics that were not computed are None."""
+    def complete(self, metrics: dict[str, float | int | None]) -> dict[str, float | int | None]:
+        """Metrics that were not computed are None; ``moe_balance`` is reported without its coefficient."""
+        balance = metrics.get("moe_balance")
+        if balance is not None:
+            metrics = metrics | {"moe_balance": balance / self._options.moe_balance_coef}
         return {"kl": None, "engine_trainer_kl": None} | metrics
 
-    def _sequence_log_ratio(self, cell: Cell, log_ratio_N: Tensor, state: RolloutState) -> Tensor | None:
+    def _sequence_log_ratio(self, cell: Cell, log_ratio_N: Tensor, state: WindowState) -> Tensor | None:
         if self._options.loss_function is not gspo:
             return None
         if state.log_ratios is not None:
@@ -175,7 +193,7 @@ class PolicyObjective:
         return per_row_B[cell.row_index_N]
 
     @staticmethod
-    def _is_kept(cell: Cell, state: RolloutState, bounds: tuple[float, float]) -> Tensor:
+    def _is_kept(cell: Cell, state: WindowState, bounds: tuple[float, float]) -> Tensor:
         assert state.engine_log_ratios is not None
         ratio_N = torch.exp(_fan_out(cell, state.engine_log_ratios, cell.weights_N.double()))
         return (ratio_N >= bounds[0]) & (ratio_N <= bounds[1])
@@ -185,6 +203,12 @@ def _fan_out(cell: Cell, by_rollout: Mapping[Hashable, float], like_N: Tensor) -
     """[N] Each trained token's value of its rollout."""
     per_row = [by_rollout[row.rollout_id] for row in cell.rows]
     return torch.tensor(per_row, dtype=like_N.dtype, device=like_N.device)[cell.row_index_N]
+
+
+def _window_balance(token_counts: Sequence[Tensor], num_tokens: int) -> Tensor:
+    """[L, E] Factors of the expert balance, from each cell's counts and the tokens of this rank."""
+    parts = distributed.exchange((torch.stack(list(token_counts)).sum(0), num_tokens))
+    return balance_weights(torch.stack([counts_LE for counts_LE, _ in parts]).sum(0), sum(num for _, num in parts))
 
 
 def _rollout_means(window: PreparedWindow, values_of: Callable[[Row], Float64Array]) -> dict[Hashable, float]:

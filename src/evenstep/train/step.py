@@ -107,7 +107,7 @@ class Scorer:
         if problem is not None:
             raise PlanError(f"layout {self.options.layout!r} must keep rows apart, and {problem}; use layout 'padded'")
         self.model = model
-        self.objective: Any = ValueObjective(self.options, model) if is_critic(model) else PolicyObjective(self.options)
+        self.objective: Any = (ValueObjective if is_critic(model) else PolicyObjective)(self.options, model)
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32  # of per-token numbers
