@@ -24,11 +24,13 @@ from evenstep.config_schema import (
     Config,
     EnvironmentSection,
     Section,
+    component_type,
     component_types,
     known_keys,
     options_model,
 )
 from evenstep.errors import ConfigError
+from evenstep.plugins import is_own_class
 from evenstep.validation import dotted, nearest, promise, shown
 
 __all__ = ["Config", "load_config", "parse_override"]
@@ -120,13 +122,17 @@ def _with_options(section: OptionsT, name_key: str, sources: Mapping[Key, str]) 
     """The section with its component's own options checked and completed with their defaults."""
     title = "environment" if isinstance(section, EnvironmentSection) else "compaction"
     types, name = component_types(title), str(section.__dict__[name_key])
-    if name not in types:
+    if name not in types and not is_own_class(name):
         guess = nearest(name, types)
         raise ConfigError(
             f"{_origin(sources, (title, name_key))}`{title}.{name_key}` must be one of {', '.join(sorted(types))}, "
-            f'found "{name}"; {f"did you mean {guess!r}?" if guess else "choose one of them"}'
+            f'found "{name}"; '
+            f"{f'did you mean {guess!r}?' if guess else 'choose one of them, or name a class of your own'}"
         )
-    options_type = types[name]()
+    try:
+        options_type = component_type(title, name)
+    except ConfigError as error:
+        raise ConfigError(f"{_origin(sources, (title, name_key))}{error}") from None
     options = _validated(options_model(options_type, name), section.options, (title,), sources).model_dump()
     try:
         options_type(**options)

@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
-__all__ = ["Config", "Section", "component_types", "known_keys", "options_model"]
+__all__ = ["Config", "Section", "component_type", "component_types", "known_keys", "options_model"]
 
 
 class Section(BaseModel):
@@ -72,7 +72,11 @@ class RolloutSection(Section):
 class CompactionSection(Section):
     model_config = ConfigDict(extra="allow")
 
-    policy: str = Field("none", description="what shortens a full context; its own options stand beside this key")
+    policy: str = Field(
+        "none",
+        description="what shortens a full context, or a class of your own, `path/to/file.py:ClassName`; its own "
+        "options stand beside this key",
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -256,7 +260,7 @@ class Config(Section):
     @property
     def environment_options(self) -> Any:
         """The environment's frozen options dataclass."""
-        return component_types("environment")[self.environment.name]()(**self.environment.options)
+        return component_type("environment", self.environment.name)(**self.environment.options)
 
     def resolved(self) -> str:
         """TOML text with every key that has a value; `load_config` of it gives this configuration again."""
@@ -272,6 +276,21 @@ def component_types(section: str) -> Mapping[str, Callable[[], type[Any]]]:
     from evenstep.rollout.compaction import COMPACTIONS
 
     return {name: (lambda policy=policy: policy) for name, policy in COMPACTIONS.items()}
+
+
+def component_type(section: str, name: str) -> type[Any]:
+    """The dataclass of the options of an environment or a compaction policy, shipped or the user's own.
+
+    Raises:
+        ConfigError: nothing has this name, or it is not what the section takes.
+    """
+    if section == "environment":
+        from evenstep.rollout.environment import environment_named
+
+        return environment_named(name).Options
+    from evenstep.rollout.compaction import compaction_type
+
+    return compaction_type(name)
 
 
 def options_model(options_type: type[Any], name: str) -> type[Section]:

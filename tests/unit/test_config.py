@@ -126,7 +126,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ("environment.max_page=3", ["unknown key `environment.max_page`", "did you mean `environment.max_pages`?"]),
         ("compaction.marker_text=x", ["unknown key `compaction.marker_text`", "keep_last, marker"]),
         ("environment.name=legder", ["`environment.name` must be one of", 'found "legder"', "did you mean 'ledger'?"]),
-        ("compaction.policy=sumary", ["must be one of none, recency, summary", "did you mean 'summary'?"]),
+        ("compaction.policy=sumary", ["one of none, recency, sliding_window, summary", "did you mean 'summary'?"]),
         ("environment.max_pages=0", ["min_pages ≤ max_pages", "max_pages = 0"]),
         ("environment.max_pages=true", ["`environment.max_pages` must be an integer, found true"]),
         ("rollout.num_prompts=4.0", ["`rollout.num_prompts` must be an integer, found 4.0; write 4"]),

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from evenstep.errors import ConfigError, EngineError, EvenstepError
+from evenstep.errors import ConfigError, EngineError, EvenstepError, StateError
 from evenstep.rollout.chat import ChatRenderer
-from evenstep.rollout.compaction import Compaction, Context, Turn
+from evenstep.rollout.compaction import Compaction, Context, Guard
 from evenstep.rollout.engine import Engine, Request, RolloutKey
 from evenstep.rollout.environment import Environment, Episode, Score
 from evenstep.types import BreakReason, Call, Rollout, Sampling, Status
@@ -73,6 +73,13 @@ class _Recorder:
         """Segments that calls were made in: one, and one more for every call that declares a break."""
         return 1 + sum(call.break_reason is not None for call in self.calls)
 
+    def is_continued_by(self, prompt_ids: tuple[int, ...]) -> bool:
+        """Whether a prompt only appends to the last call's prompt and output; so does any first prompt."""
+        if not self.calls:
+            return True
+        view = self.calls[-1].prompt_ids + self.calls[-1].output_ids
+        return prompt_ids[: len(view)] == view
+
     def start_segment(self) -> None:
         if self.num_segments == self.options.max_segments:
             raise _TruncatedError(
@@ -126,7 +133,8 @@ async def run_rollout(
     """Play one episode and return it as a rollout.
 
     Before every call the guard compares prompt tokens + ``max_tokens_per_call`` + what compaction itself needs with
-    ``max_context_tokens``. When they do not fit, the context is compacted, a second time if once was not enough. The
+    ``max_context_tokens``. When they do not fit, or when compaction is due, the context is compacted, a second time if
+    once was not enough. The
     rollout is ``truncated`` when it still does not fit, or when ``max_calls`` or ``max_segments`` is reached; it is
     then scored as it stands. An exception inside the environment makes the rollout ``failed``, with the traceback as
     its ``status_reason``.
@@ -177,42 +185,73 @@ async def _play(environment: Environment, recorder: _Recorder, compaction: Compa
     start = await environment.reset()
     context = Context(task=start.task)
     observation: str | None = start.observation
-    index = 0
     while True:
         context = await _fitting(context, observation, recorder, compaction)
         prompt_ids = context.prompt_ids(recorder.renderer, observation)
         output_ids = await recorder.call(prompt_ids, recorder.options.max_tokens_per_call)
-        turn = Turn(index=index, observation=observation, output_ids=output_ids)
-        context = replace(context, turns=(*context.turns, turn))
+        context = context.with_turn(observation, output_ids)
         observation = await environment.step(recorder.renderer.text(output_ids))
         if observation is None:
             return tuple(turn.index for turn in context.turns)
-        index += 1
 
 
 async def _fitting(context: Context, observation: str, recorder: _Recorder, compaction: Compaction) -> Context:
     """The context itself, or a compacted one, in which the answer to ``observation`` fits."""
     renderer, options = recorder.renderer, recorder.options
-    num_reserved = options.max_tokens_per_call + compaction.num_reserved_tokens(renderer)
-    num_tokens = 0
-    for attempt in range(3):
-        num_tokens = len(context.prompt_ids(renderer, observation)) + num_reserved
-        if num_tokens <= options.max_context_tokens:
-            return context
-        if attempt == 2:
-            break
-        full = context
 
-        async def write_note(request: str, max_tokens: int, full: Context = full) -> str:
-            note_ids = await recorder.call(full.prompt_ids(renderer, request), max_tokens)
-            return renderer.text(note_ids)
+    async def write_note(request: str, max_tokens: int) -> str:
+        prompt_ids = context.prompt_ids(renderer, request)
+        if len(prompt_ids) + max_tokens > options.max_context_tokens:
+            raise _TruncatedError(
+                f"the context is full: a note's prompt and generation take {len(prompt_ids) + max_tokens} tokens, "
+                f"max_context_tokens is {options.max_context_tokens}; let num_reserved_tokens of compaction "
+                f"{compaction.name!r} keep room for the note"
+            )
+        return renderer.text(await recorder.call(prompt_ids, max_tokens))
 
-        compacted = await compaction.compact(full, attempt=attempt, write_note=write_note)
-        if compacted is None:
-            break
-        context = compacted
-        recorder.start_segment()
-    raise _TruncatedError(
-        f"the context is full: prompt and reserved generation take {num_tokens} tokens, max_context_tokens is "
-        f"{options.max_context_tokens}, and compaction {compaction.name!r} can drop nothing more"
+    guard = Guard(
+        renderer=renderer,
+        observation=observation,
+        max_context_tokens=options.max_context_tokens,
+        num_reserved_tokens=options.max_tokens_per_call + compaction.num_reserved_tokens(renderer),
+        is_full=False,
+        is_recompaction=False,
+        write_note=write_note,
     )
+    if guard.fits(context) and not compaction.is_due(context, guard.num_prompt_tokens(context)):
+        return context
+    is_exhausted = False
+    for is_recompaction in (False, True):
+        guard = replace(guard, is_full=not guard.fits(context), is_recompaction=is_recompaction)
+        planned = await compaction.compact(context, guard)
+        is_exhausted = planned is None
+        if planned is not None:
+            context = _checked_plan(planned, context, compaction)
+            if not recorder.is_continued_by(context.prompt_ids(renderer, observation)):
+                recorder.start_segment()
+        if guard.fits(context):
+            return replace(context, num_base_turns=len(context.turns))
+        if is_exhausted:
+            break
+    raise _TruncatedError(
+        f"the context is full: prompt and reserved generation take {guard.num_tokens(context)} tokens, "
+        f"max_context_tokens is {options.max_context_tokens}, and compaction {compaction.name!r} "
+        f"{'can drop nothing more' if is_exhausted else 'made too little room in two attempts'}"
+    )
+
+
+def _checked_plan(planned: Context, before: Context, compaction: Compaction) -> Context:
+    """What a policy left, with what it may never drop.
+
+    Raises:
+        StateError: another task, or turns that were not there or are out of order.
+    """
+    indices = [turn.index for turn in planned.turns]
+    is_ordered = indices == sorted(set(indices)) and set(indices) <= set(range(before.num_turns))
+    if planned.task != before.task or not is_ordered:
+        raise StateError(
+            f"compaction {compaction.name!r} must keep the task and the order of turns, found the task "
+            f"{planned.task!r} for {before.task!r} and turns {indices} of {before.num_turns}; use dataclasses.replace "
+            f"on the context that it is given"
+        )
+    return replace(planned, num_turns=before.num_turns)

@@ -2,8 +2,8 @@
 
 A task names one account. The ledger arrives page by page, each page a few entries (an account's letter and its digit);
 the agent answers every page to read on. After the last page it is asked for the account's entry. The account stands on
-a page of the first half, so an agent whose context was compacted twice can no longer see it: it must have carried it
-along in what compaction kept.
+a page of the first half, so an agent that keeps only notes and whose context was full twice can no longer see it: it
+must have carried it along in its notes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import string
 from dataclasses import dataclass
 from typing import ClassVar
 
-from evenstep.errors import ConfigError, StateError
+from evenstep.errors import ConfigError
 from evenstep.rollout.environment import Episode, Score, Split, Start, split_of_text
 from evenstep.rollout.seeds import mixed_seed
 
@@ -147,19 +147,8 @@ class Ledger:
         return None
 
     async def score(self, episode: Episode) -> Score:
-        """1 for the right entry.
-
-        Raises:
-            StateError: after two compactions the page of the answer was still in the context, so that the score would
-                not measure what was carried along.
-        """
+        """1 for the right entry; ``was_answer_visible`` says whether it was only read off the last context."""
         task = self._task
-        if episode.num_segments >= 3 and task.page_of_answer in episode.visible_observations:
-            raise StateError(
-                f"a ledger rollout of 3 or more segments must be answerable only from dropped pages, found "
-                f"{episode.num_segments} segments and page {task.page_of_answer} of {len(task.pages)} still in the "
-                f"last context (observations {episode.visible_observations}); let compaction keep fewer observations"
-            )
         return Score(
             reward=float(self._given == task.answer),
             info={

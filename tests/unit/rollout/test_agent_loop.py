@@ -245,7 +245,7 @@ def test_bad_options_are_refused():
         AgentOptions(max_context_tokens=10, temperature=-0.5)
     with pytest.raises(ConfigError, match="keep_last"):
         compaction_named("recency", keep_last=-1)
-    with pytest.raises(ConfigError, match="'forget' is not known; known: none, recency, summary"):
+    with pytest.raises(ConfigError, match="'forget' is not known; known: none, recency, sliding_window, summary"):
         compaction_named("forget")
     with pytest.raises(ConfigError, match="no option 'depth'; it has: keep_last, marker"):
         compaction_named("recency", depth=2)
