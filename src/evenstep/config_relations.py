@@ -39,6 +39,12 @@ def check_relations(config: Config) -> None:
             f"credit.estimator = {credit.estimator!r} compares the rollouts of a group, found "
             f"rollout.num_generations = {rollout.num_generations}, where every advantage is 0; set it to 2 or more"
         )
+    steps = train.windows_per_collection * train.epochs
+    if 0 < rollout.max_staleness < steps:
+        problems.append(
+            f"rollout.max_staleness must be 0, or at least the {steps} optimizer steps of a collection that is trained "
+            f"while the next one is generated, found {rollout.max_staleness}; set it to 0 or {steps}"
+        )
     if rollout.max_tokens_per_call >= config.model.max_context_tokens:
         problems.append(
             f"rollout.max_tokens_per_call must leave room for a prompt in model.max_context_tokens, found "
@@ -97,6 +103,11 @@ def _pass_problems(config: Config) -> list[str]:
             f"train.old_logprobs = 'detached' is exact for one window and one epoch, found "
             f"train.windows_per_collection = {train.windows_per_collection} and "
             f"train.epochs = {train.epochs}; set both to 1, or use 'scored'"
+        )
+    if train.old_logprobs == "detached" and config.rollout.max_staleness:
+        problems.append(
+            f"train.old_logprobs = 'detached' takes rollouts for the present policy's, found rollout.max_staleness = "
+            f"{config.rollout.max_staleness}; use 'scored' or 'engine'"
         )
     if train.old_logprobs == "detached" and config.has_kl_in_reward:
         problems.append(

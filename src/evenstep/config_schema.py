@@ -59,6 +59,18 @@ class RolloutSection(Section):
     truncated: Literal["train", "mask"] = Field(
         "train", description="`mask`: truncated rollouts are neither in the baseline nor trained"
     )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="optimizer steps that a group's oldest weights may be behind when its collection closes; above 0 "
+        "the next collection is generated while this one is trained",
+    )
+    num_extra_prompts: int = Field(
+        0,
+        ge=0,
+        description="groups that are generated beyond the collection's, to stand in for dropped ones; what is left "
+        "over is carried to the next collection",
+    )
     max_attempts_per_prompt: int = Field(
         1, ge=1, description="how often a prompt is tried of which no rollout can vote; then another prompt replaces it"
     )
@@ -249,7 +261,8 @@ class Config(Section):
         train = self.train
         if train.old_logprobs != "auto":
             return train.old_logprobs
-        is_detached = train.epochs == 1 and train.windows_per_collection == 1 and not self.has_kl_in_reward
+        is_on_policy = train.epochs == 1 and train.windows_per_collection == 1 and self.rollout.max_staleness == 0
+        is_detached = is_on_policy and not self.has_kl_in_reward
         return "detached" if is_detached else "scored"
 
     @property

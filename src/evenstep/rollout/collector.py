@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evenstep.errors import CollectionError, ConfigError, EvenstepError
@@ -178,8 +178,8 @@ def close_collection(
     collection: int,
     num_prompts: int,
     num_generations: int,
-    weight_version: int | None = None,
-    slots: Sequence[Slot] | None = None,
+    weight_versions: range | None = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
 ) -> Collection:
     """Close a collection with exactly ``num_prompts × num_generations`` rollouts, however many calls they have.
 
@@ -199,59 +199,62 @@ def close_collection(
 slots have none: c0/p0/g0; generate them, or give every slot a rollout (one with status 'failed' counts)
 
     Args:
-        weight_version: the weights that every call must come from; None does not check.
-        slots: that the collection consists of, group by group; None: occurrences 0 to ``num_prompts - 1``.
+        weight_versions: the weights that a call may come from; None does not check.
+        groups: group id -> ids of its rollouts, in order; None: those of occurrences 0 to ``num_prompts - 1``.
 
     Raises:
         CollectionError: a rollout too many or too few, twice, of another collection, or of stale weights, with
             its id.
     """
-    if slots is None:
+    if groups is None:
         slots = slots_of(collection=collection, num_prompts=num_prompts, num_generations=num_generations)
-    expected = slots
+        groups = {}
+        for slot in slots:
+            groups[group_id_of(slot)] = [*groups.get(group_id_of(slot), ()), rollout_id_of(slot)]
+    group_of = {name: group_id for group_id, names in groups.items() for name in names}
     by_id = {rollout.rollout_id: _closed(rollout) for rollout in rollouts}
     promise = (
-        f"collection {collection} closes with exactly {num_prompts} × {num_generations} = {len(expected)} rollouts"
+        f"collection {collection} closes with exactly {num_prompts} × {num_generations} = {len(group_of)} rollouts"
     )
     _refuse(
         f"{promise}, each once; found some more than once",
         [name for name, count in Counter(rollout.rollout_id for rollout in rollouts).items() if count > 1],
         "keep one rollout per slot",
     )
-    ids = [rollout_id_of(slot) for slot in expected]
     _refuse(
         f"{promise}; {len(rollouts)} were given, and these slots have none",
-        [name for name in ids if name not in by_id],
+        [name for name in group_of if name not in by_id],
         "generate them, or give every slot a rollout (one with status 'failed' counts)",
     )
     _refuse(
         f"{promise}; {len(rollouts)} were given, and these are not of its slots",
-        sorted(set(by_id) - set(ids)),
+        sorted(set(by_id) - set(group_of)),
         "leave them for the collection that they belong to",
     )
     _refuse(
         f"a rollout's group_id must be the one of its slot in collection {collection}; it is another in",
-        [rollout_id_of(slot) for slot in expected if by_id[rollout_id_of(slot)].group_id != group_id_of(slot)],
+        [name for name, group_id in group_of.items() if by_id[name].group_id != group_id],
         "build ids with group_id_of and rollout_id_of",
     )
-    if weight_version is not None:
-        found = {name: sorted({call.weight_version for call in by_id[name].calls}) for name in ids}
+    if weight_versions is not None:
+        found = {name: sorted({call.weight_version for call in by_id[name].calls}) for name in group_of}
+        promised = " to ".join(map(str, sorted({weight_versions[0], weight_versions[-1]})))
         _refuse(
-            f"every call of collection {collection} must come from weight version {weight_version}; others are in",
-            [f"{name} (versions {versions})" for name, versions in found.items() if set(versions) - {weight_version}],
+            f"every call of collection {collection} must come from weight version {promised}; others are in",
+            [f"{name} (versions {known})" for name, known in found.items() if set(known) - set(weight_versions)],
             "generate them again with the present weights",
         )
-    groups: list[Group] = []
-    for start in range(0, len(expected), num_generations):
-        members = tuple(by_id[rollout_id_of(slot)] for slot in expected[start : start + num_generations])
+    closed: list[Group] = []
+    for group_id, names in groups.items():
+        members = tuple(by_id[name] for name in names)
         prompts = sorted({member.prompt_id for member in members})
         if len(prompts) > 1:
             raise CollectionError(
-                f"the rollouts of group {members[0].group_id} must answer one prompt, found {', '.join(prompts)}; "
+                f"the rollouts of group {group_id} must answer one prompt, found {', '.join(prompts)}; "
                 f"a group is one occurrence of one prompt"
             )
-        groups.append(Group(group_id=members[0].group_id, prompt_id=prompts[0], rollouts=members))
-    return Collection(collection=collection, groups=tuple(groups))
+        closed.append(Group(group_id=group_id, prompt_id=prompts[0], rollouts=members))
+    return Collection(collection=collection, groups=tuple(closed))
 
 
 def _closed(rollout: Rollout) -> Rollout:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from evenstep.config import Config
 from evenstep.credit import rollout_advantages
@@ -22,6 +22,7 @@ from evenstep.errors import CollectionError, FileFormatError, NumericsError
 from evenstep.files import read_rollouts, write_rollouts
 from evenstep.report.console import Reporter
 from evenstep.rollout.agent import AgentOptions
+from evenstep.rollout.ahead import Ahead
 from evenstep.rollout.chat import ChatRenderer, ChatTokenizer
 from evenstep.rollout.collector import Slot, generate_rollouts, windows_of
 from evenstep.rollout.compaction import compaction_named
@@ -83,6 +84,13 @@ def run_training(
     _Run(config, reporter, credit).train(resume=resume)
 
 
+class _Ahead(NamedTuple):
+    """A generation that is under way on this rank."""
+
+    slots: tuple[Slot, ...]  # of all ranks
+    generation: Ahead[list[Rollout]]
+
+
 class _Run:
     def __init__(self, config: Config, reporter: Reporter | None, credit: Credit | None) -> None:
         self.config = config
@@ -92,6 +100,7 @@ class _Run:
         self.reporter = reporter if self.rank == 0 else None
         self.counters = Counters()
         self.evaluations: list[dict[str, Any]] = []
+        self._ahead: _Ahead | None = None
         self._replaced: frozenset[str] = frozenset()  # groups of the present collection that stand in for dropped ones
         # which passes and windows there are follows from it, so ranks that differ would wait for each other
         distributed.agree("configuration", sha256(config.resolved().encode()).hexdigest())
@@ -198,7 +207,8 @@ class _Run:
                 f"window {metrics['window']}: before the first update every ratio must be 1, found a deviation of "
                 f"{deviation:.3g}; scoring and training disagree: look for dropout or a temperature in one pass only"
             )
-        if divergence is not None and divergence > ENGINE_TOLERANCE:
+        is_fresh = self.config.rollout.max_staleness == 0
+        if is_fresh and divergence is not None and divergence > ENGINE_TOLERANCE:
             raise NumericsError(
                 f"window {metrics['window']}: the engine's log-probs must be the trainer's, found a KL estimate of "
                 f"{divergence:.3g} per token; the model's cache may not be exact in generation"
@@ -208,46 +218,88 @@ class _Run:
 
     def _collect(self) -> list[Window] | None:
         """Rank 0: the windows of the next collection, all epochs; other ranks: None."""
-        rollout, train, index = self.config.rollout, self.config.train, self.counters.collection
+        train, index = self.config.train, self.counters.collection
+        builder = self._builder()
         path = self.folder / ROLLOUTS / f"collection_{index:06d}.jsonl.gz"
-        builder = CollectionBuilder(
-            collection=index,
-            num_prompts=rollout.num_prompts,
-            num_generations=rollout.num_generations,
-            first_task=self.counters.task,
-            options=RefillOptions(
-                drop_zero_spread=rollout.drop_zero_spread,
-                truncated=rollout.truncated,
-                max_attempts_per_prompt=rollout.max_attempts_per_prompt,
-                max_replacements=rollout.max_replacements,
-                on_shortfall=rollout.on_shortfall,
-            ),
-        )
-        self.engine.weight_version = self.counters.optimizer_step
         if self.rank == 0:
             builder.add(self._stored(path))
         while slots := distributed.broadcast(builder.missing()):
-            parts = distributed.gather(asyncio.run(self._generate(slots)))
+            parts = distributed.gather(self._generated(slots))
             if parts is not None:
                 found = [r for part in parts for r in part]
                 # written before anything is decided, so that a budget that is spent costs no rollout
                 write_rollouts(path, [*builder.rollouts, *found])
                 builder.add(found)
         self.counters.task = distributed.broadcast(self.counters.task + builder.num_tasks)
-        if self.rank != 0:
-            return None
-        collection = builder.close(self.counters.optimizer_step)
-        self._replaced = builder.replaced
-        self._report_losses(collection, builder.dropped)
-        return list(
-            windows_of(
-                collection,
-                rollouts_per_window=train.rollouts_per_window,
-                epochs=train.epochs,
-                first_window=self.counters.window,
-                num_windows=train.windows_per_collection,
+        windows = None
+        if self.rank == 0:
+            collection = builder.close()
+            self._replaced = builder.replaced
+            self._report_losses(collection, builder.dropped)
+            if builder.leftovers:
+                write_rollouts(self._carried_path(index + 1), builder.leftovers)
+            windows = list(
+                windows_of(
+                    collection,
+                    rollouts_per_window=train.rollouts_per_window,
+                    epochs=train.epochs,
+                    first_window=self.counters.window,
+                    num_windows=train.windows_per_collection,
+                )
             )
+        if self.config.rollout.max_staleness and index + 1 < self.config.run.num_collections:
+            self._generate_ahead()
+        return windows
+
+    def _builder(self, *, num_ahead: int = 0) -> CollectionBuilder:
+        """Of the present collection, or of one that is still to come."""
+        rollout, collection = self.config.rollout, self.counters.collection + num_ahead
+        version = self.counters.optimizer_step
+        train = self.config.train
+        # what will be stale once the windows before it are trained is not counted on
+        oldest = version - rollout.max_staleness + num_ahead * train.windows_per_collection * train.epochs
+        return CollectionBuilder(
+            collection=collection,
+            num_prompts=rollout.num_prompts,
+            num_generations=rollout.num_generations,
+            first_task=self.counters.task,
+            options=RefillOptions(
+                drop_zero_spread=rollout.drop_zero_spread,
+                truncated=rollout.truncated,
+                num_extra_prompts=rollout.num_extra_prompts,
+                max_attempts_per_prompt=rollout.max_attempts_per_prompt,
+                max_replacements=rollout.max_replacements,
+                on_shortfall=rollout.on_shortfall,
+            ),
+            carried=self._carried(collection),
+            weight_versions=range(max(0, oldest), version + 1),
         )
+
+    def _carried(self, collection: int) -> list[Rollout]:
+        """Whole groups that the collection before left over; on rank 0."""
+        path = self._carried_path(collection)
+        return list(read_rollouts(path)) if self.rank == 0 and path.exists() else []
+
+    def _carried_path(self, collection: int) -> Path:
+        return self.folder / ROLLOUTS / f"carried_{collection:06d}.jsonl.gz"
+
+    def _generate_ahead(self) -> None:
+        """Begin with the next collection, on the present weights, while this one is trained."""
+        self._ahead = self._start(distributed.broadcast(self._builder(num_ahead=1).missing()))
+
+    def _generated(self, slots: tuple[Slot, ...]) -> list[Rollout]:
+        """This rank's share of the slots: begun while the last collection was trained, or now."""
+        if self._ahead is not None:
+            found, asked, self._ahead = self._ahead.generation.result(), self._ahead.slots, None
+            if asked == slots:
+                return found
+        return self._start(slots).generation.result()
+
+    def _start(self, slots: tuple[Slot, ...]) -> _Ahead:
+        # nothing generates at this moment, so the weights that it reads may change
+        self.models.refresh_sampler()
+        self.engine.weight_version = self.counters.optimizer_step
+        return _Ahead(slots, Ahead(self._generate(slots)))
 
     async def _generate(self, slots: Sequence[Slot]) -> list[Rollout]:
         """This rank's share."""
@@ -284,7 +336,9 @@ class _Run:
     def _stored(self, path: Path) -> list[Rollout]:
         """Rollouts of this collection that an interrupted run left behind, sampled by these very weights."""
         found = list(read_rollouts(path)) if path.exists() else []
-        if any(r.weight_version not in (None, self.counters.optimizer_step) for r in found):
+        oldest = self.counters.optimizer_step - self.config.rollout.max_staleness
+        versions = [r.weight_version for r in found if r.weight_version is not None]
+        if any(not oldest <= version <= self.counters.optimizer_step for version in versions):
             self._notice(f"{path.name}: sampled by other weights, generated again")
             return []
         return found
@@ -339,8 +393,6 @@ class _Run:
         result: StepResult = self.trainer.forward_backward(prepared)
         outcome: StepOutcome = self.trainer.optim_step()
         metrics = result.metrics | self._train_critic(prepared, rate / train.lr)
-        if outcome.stepped:
-            self.models.refresh_sampler()
         step = {"stepped": outcome.stepped, "skip_reason": outcome.skip_reason, "grad_norm": outcome.grad_norm}
         return counters | step | metrics
 
@@ -379,6 +431,9 @@ class _Run:
         if options.num_tasks == 0:
             return
         self._phase("evaluate")
+        if self._ahead is not None:
+            self._ahead.generation.result()  # both read the sampler's weights
+        self.models.refresh_sampler()
         self.engine.weight_version = self.counters.optimizer_step
         mine = asyncio.run(
             evaluate(
@@ -425,7 +480,6 @@ class _Run:
                     f"but not the same rounding"
                 )
             self.counters = Counters(**{name.name: state[name.name] for name in fields(Counters)})
-            self.models.refresh_sampler()
         if self.rank == 0:
             for name in (ROLLOUTS, PLANS, CHECKPOINTS):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)

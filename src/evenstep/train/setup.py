@@ -31,7 +31,8 @@ class Models:
 
     policy: Trainer
     tokenizer: PreTrainedTokenizerBase
-    whole_copy: PreTrainedModel | None  # of a sharded policy, refreshed after every step
+    # of a policy that is sharded, or trained while the engine generates; refreshed before each generation
+    whole_copy: PreTrainedModel | None
     frozen_copy: Scorer | None  # of the policy at step 0; None without KL, and with adapters, which can be turned off
     critic: Trainer | None
 
@@ -65,7 +66,7 @@ class Models:
                 yield self.policy
 
     def refresh_sampler(self) -> None:
-        """Give the engine the weights of a sharded policy."""
+        """Give the engine the policy's present weights."""
         if self.whole_copy is not None:
             distributed.copy_full_weights(self.policy.model, self.whole_copy)
 
@@ -104,7 +105,7 @@ def load_models(config: Config) -> Models:
             target_modules=targets[0] if targets == ("all-linear",) else targets,
         )
     place(policy)  # type: ignore[arg-type]
-    whole_copy = copy.deepcopy(policy) if is_sharded else None
+    whole_copy = copy.deepcopy(policy) if is_sharded or config.rollout.max_staleness else None
     frozen_copy = critic = None
     if train.kl_coef > 0 and not lora.rank:
         reference, _ = load_model(config.model.path, dtype=dtype)

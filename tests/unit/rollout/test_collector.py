@@ -175,19 +175,19 @@ def test_a_collection_that_is_not_exact_is_refused(rollouts, message):
 
 
 def test_stale_and_mixed_weights_are_refused():
-    assert close(FULL, weight_version=0) == close(FULL)
+    assert close(FULL, weight_versions=range(1)) == close(FULL)
     with pytest.raises(
         CollectionError, match=r"must come from weight version 1; others are in: c0/p0/g0 \(versions \[0\]"
     ):
-        close(FULL, weight_version=1)
+        close(FULL, weight_versions=range(1, 2))
     mixed = replace(FULL[5], calls=(*FULL[5].calls, replace(FULL[5].calls[0], order=1, weight_version=1)))
     with pytest.raises(CollectionError, match=r"others are in: c0/p2/g1 \(versions \[0, 1\]\)"):
-        close([*FULL[:5], mixed], weight_version=0)
+        close([*FULL[:5], mixed], weight_versions=range(1))
 
 
 def test_a_failed_rollout_keeps_its_slot_without_calls():
     failed = rollout_of(1, 0, status="failed", status_reason="fire", num_calls=3, version=9)
-    collection = close([*FULL[:2], failed, *FULL[3:]], weight_version=None)
+    collection = close([*FULL[:2], failed, *FULL[3:]], weight_versions=None)
     (kept,) = [rollout for rollout in collection.rollouts if rollout.rollout_id == "c0/p1/g0"]
     assert (kept.status, kept.status_reason, kept.calls, kept.reward) == ("failed", "fire", (), None)
     assert len(collection.rollouts) == 6
@@ -195,7 +195,7 @@ def test_a_failed_rollout_keeps_its_slot_without_calls():
 
 def test_a_failed_rollout_is_not_stale():
     failed = rollout_of(1, 0, status="failed", num_calls=3, version=9)
-    assert len(close([*FULL[:2], failed, *FULL[3:]], weight_version=0).rollouts) == 6
+    assert len(close([*FULL[:2], failed, *FULL[3:]], weight_versions=range(1)).rollouts) == 6
 
 
 def collection_of(num_prompts, num_generations, num_calls=lambda p, g: 1):

@@ -8,10 +8,13 @@
 6. A rollout that nobody asked for, or twice, is refused.
 7. Every rollout that was given is kept for the store, dropped ones too, and no mark of ours is stored.
 8. Windows of a smaller collection: the last ones are smaller or empty, and their number stays.
+9. Groups generated beyond the collection's stand in for dropped ones at once; what is left over is carried to the next
+   collection as whole groups, or dropped there when their weights are too old.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from evenstep.errors import CollectionError
 from evenstep.files import read_rollouts, write_rollouts
 from evenstep.rollout.collector import Slot, group_id_of, rollout_id_of, windows_of
 from evenstep.rollout.refill import CollectionBuilder, RefillOptions
-from evenstep.types import Rollout
+from evenstep.types import Call, Rollout
 
 
 def builder(num_prompts: int = 3, num_generations: int = 2, **options: Any) -> CollectionBuilder:
@@ -85,7 +88,7 @@ def test_failed_prompts_are_tried_again() -> None:
     built.add(answer(again, {"c4/p0.1": [None, None]}))
     built.add(answer(built.missing(), {}))
     assert kept(built) == ["c4/p1", "c4/p2", "c4/p3"]
-    assert built.dropped["c4/p0.1"] == "no rollout votes; c4/p0.1/g0: ValueError: broken"
+    assert built.dropped["c4/p0.1"] == "no rollout votes: ValueError: broken"
 
 
 def test_a_retry_keeps_its_place() -> None:
@@ -99,7 +102,9 @@ def test_shortfall() -> None:
     flat: dict[str, list[float | None]] = {"c4/p1": [0.7, 0.7], "c4/p3": [0.1, 0.1]}
     built = builder(drop_zero_spread=True, max_replacements=1)
     built.add(answer(built.missing(), flat))
-    with pytest.raises(CollectionError, match=r"3 groups, found 2 after .* = 1 .*c4/p1 \(all rewards are 0.7\); c4/p3"):
+    with pytest.raises(
+        CollectionError, match=r"3 groups, found 2 after 1 replacements .*c4/p1 \(all rewards are 0.7\); c4/p3"
+    ):
         built.add(answer(built.missing(), flat))
 
     smaller = builder(drop_zero_spread=True, max_replacements=1, on_shortfall="smaller")
@@ -174,3 +179,40 @@ def test_all_are_kept_for_the_store(tmp_path: Path) -> None:
     masked = [r for group in built.close().groups for r in group.rollouts]
     write_rollouts(path, masked)
     assert "is_masked" not in path.read_text()
+
+
+def test_extra_groups_stand_in_and_are_carried() -> None:
+    built = builder(num_prompts=2, num_extra_prompts=2, drop_zero_spread=True)
+    assert len(built.missing()) == 8
+    built.add(answer(built.missing(), {"c4/p0": [0.7, 0.7]}))
+    assert (built.missing(), kept(built)) == ((), ["c4/p1", "c4/p2"])
+    assert (built.replaced, built.num_tasks) == ({"c4/p2"}, 4)
+    assert [r.rollout_id for r in built.leftovers] == ["c4/p3/g0", "c4/p3/g1"]
+
+    def later(oldest: int) -> CollectionBuilder:
+        calls = (Call(order=0, prompt_ids=(1,), output_ids=(2,), logprobs=(0.0,), weight_version=6),)
+        return CollectionBuilder(
+            collection=5,
+            num_prompts=2,
+            num_generations=2,
+            first_task=44,
+            options=RefillOptions(),
+            carried=[dataclasses.replace(r, calls=calls) for r in built.leftovers],
+            weight_versions=range(oldest, 8),
+        )
+
+    fresh = later(oldest=6)
+    assert [(rollout_id_of(slot), slot.task_index) for slot in fresh.missing()] == [("c5/p0/g0", 44), ("c5/p0/g1", 44)]
+    fresh.add(answer(fresh.missing(), {}))
+    assert (kept(fresh), fresh.num_tasks, fresh.leftovers) == (["c4/p3", "c5/p0"], 1, [])
+    assert [r.rollout_id for r in fresh.rollouts] == ["c5/p0/g0", "c5/p0/g1"]
+
+    stale = later(oldest=7)
+    assert len(stale.missing()) == 4
+    assert stale.dropped == {"c4/p3": "stale: weight version 6, the oldest that may be trained is 7"}
+
+
+def test_no_retry_where_an_extra_group_is_there() -> None:
+    built = builder(num_prompts=2, num_extra_prompts=1, max_attempts_per_prompt=3)
+    built.add(answer(built.missing(), {"c4/p1": [None, None]}))
+    assert (built.missing(), kept(built)) == ((), ["c4/p0", "c4/p2"])
