@@ -89,6 +89,7 @@ class CallObject(_Object):
     sampling: SamplingObject
     break_reason: BreakReason | None = None
     finish_reason: str | None = None
+    is_rejected: bool = False
 
 
 class RolloutLine(Line):

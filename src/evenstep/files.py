@@ -219,6 +219,7 @@ def _to_call(call: CallObject) -> Call:
         sampling=sampling,
         break_reason=call.break_reason,
         finish_reason=call.finish_reason,
+        is_rejected=call.is_rejected,
         extra=call.__pydantic_extra__,
     )
 

@@ -80,11 +80,12 @@ class Call:
     prompt_ids: tuple[int, ...]  # [T_prompt] everything the model was given
     output_ids: tuple[int, ...]  # [T_output] what it sampled, the eos id included when it was sampled
     logprobs: tuple[float, ...]  # [T_output] of the distribution sampled from, after temperature
-    parent: int | None = None  # order of the call this one continues; None: the previous call in order
+    parent: int | None = None  # order of the call this one continues; None: found by its ids
     weight_version: int = 0  # optimizer steps behind the weights that sampled this call
     sampling: Sampling = field(default_factory=Sampling)
     break_reason: BreakReason | None = None  # why prompt_ids may not extend the history so far
     finish_reason: str | None = None  # "stop", "length", ... as the engine said it
+    is_rejected: bool = False  # the agent threw this output away (resampled, filtered): never trained
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -106,7 +107,8 @@ class Rollout:
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(len(call.output_ids) for call in self.calls)
+        """Tokens that the policy sampled and the agent did not reject."""
+        return sum(len(call.output_ids) for call in self.calls if not call.is_rejected)
 
     @property
     def is_voter(self) -> bool:
@@ -156,9 +158,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A maximal append-only chain of calls: the tokens of one row and which of them were sampled.
+    """A maximal append-only chain of calls: the tokens of one row and which of them are trained in it.
 
-    Derived from calls, never stored.
+    Derived from calls, never stored. Each call belongs to one segment; where calls fork, the others hold its tokens as
+    context.
     """
 
     index: int  # position among the rollout's segments, from 0
@@ -166,7 +169,7 @@ class Segment:
     loss_mask: tuple[int, ...]  # [T] 1 where the token was sampled and is trained here
     logprobs: tuple[float, ...]  # [T] the engine's, 0.0 where loss_mask is 0
     break_reason: BreakReason | None  # why this segment began; None for the first
-    call_orders: tuple[int, ...]  # the calls it is made of
+    call_orders: tuple[int, ...]  # the calls that belong to it
 
     @property
     def num_tokens(self) -> int:
