@@ -18,6 +18,7 @@ _LOSSES = partial(Mutation, module="evenstep.train.losses")
 TEST_ADVANTAGES = "tests/unit/credit/test_advantages.py::"
 TEST_ESTIMATORS = "tests/unit/credit/test_estimators.py::"
 TEST_GAE = "tests/unit/credit/test_gae.py::"
+TEST_ROWS = "tests/unit/credit/test_rows.py::"
 TEST_WEIGHTS = "tests/unit/credit/test_weights.py::"
 TEST_FORMULAS = "tests/unit/train/test_loss_formulas.py::"
 TEST_CASES = "tests/unit/test_cases_train.py::"
@@ -163,6 +164,20 @@ CREDIT: list[Mutation] = [
         old="for row, (advantages_M, returns_M) in zip(mine, parts, strict=True):",
         new="for row, (advantages_M, returns_M) in zip(mine[::-1], parts, strict=True):",
         killed_by=TEST_GAPS + "test_credit_of_a_split_rollout_by_hand",
+    ),
+    _ROWS(
+        name="truncated rollouts end at 0",
+        why="The value after a truncated rollout's last token is 0 even where it is given.",
+        old="(terminal_values or {}).get(rollout.rollout_id, 0.0)",
+        new="0.0",
+        killed_by=TEST_ROWS + "test_gae_by_rows[bootstrapped]",
+    ),
+    _ROWS(
+        name="calls without gaps",
+        why="A call continues the one whose number is one less, so a chain with a removed call counts as a fork.",
+        old="call.parent != previous:",
+        new="call.parent != call.order - 1:",
+        killed_by=TEST_ROWS + "test_forks_are_refused",
     ),
     _WEIGHTS(
         name="row divisor",

@@ -15,6 +15,8 @@ _RANKS = partial(Mutation, module="evenstep.train.distributed")
 _MOE = partial(Mutation, module="evenstep.train.moe")
 _STEP = partial(Mutation, module="evenstep.train.step")
 _POLICY = partial(Mutation, module="evenstep.train.policy")
+_CRITIC = partial(Mutation, module="evenstep.train.critic")
+_PASSES = partial(Mutation, module="evenstep.train.passes")
 _TOTALS = partial(Mutation, module="evenstep.train.totals")
 _WINDOW = partial(Mutation, module="evenstep.train.window")
 
@@ -24,6 +26,9 @@ TEST_STEP = "tests/unit/train/test_trainer_step.py::"
 TEST_LOGPROBS = "tests/unit/train/test_logprobs.py::"
 TEST_CASES = "tests/unit/test_cases_train.py::"
 TEST_ISOLATION = "tests/unit/train/test_trainer_isolation.py::"
+TEST_CRITIC = "tests/dist/test_critic.py::"
+TEST_MASK = "tests/dist/test_sequence_mask.py::"
+TEST_PASSES = "tests/dist/test_passes.py::"
 TEST_GAPS = "tests/unit/test_mutation_gaps.py::"
 
 TOKENS: list[Mutation] = [
@@ -472,5 +477,68 @@ STEP: list[Mutation] = [
         old='self._add("loss", weighted_N)',
         new='self._add("loss", terms.losses_N)',
         killed_by=TEST_CASES + "test_p1_numbers[4-2]",
+    ),
+    _POLICY(
+        name="mean over the kept",
+        why="A sequence mask takes rejected tokens out of the denominator.",
+        old="losses_N = torch.where(is_kept_N, losses_N, 0.0)",
+        new="losses_N = torch.where(is_kept_N, losses_N, 0.0) / is_kept_N.double().mean()",
+        killed_by=TEST_MASK + "test_rejected_tokens_stay_in_every_denominator[token]",
+    ),
+    _POLICY(
+        name="other terms masked too",
+        why="A sequence mask takes the KL of a rejected rollout away as well.",
+        old="losses_N = losses_N + options.kl_coef * kl_N",
+        new="losses_N = losses_N + options.kl_coef * kl_N * (1.0 if options.sequence_mask is None else is_kept_N)",
+        killed_by=TEST_MASK + "test_other_terms_of_rejected_rollouts_stay",
+    ),
+    _CRITIC(
+        name="value of the token itself",
+        why="[P12] A value is read at the token that it speaks of.",
+        old="values_BT.reshape(-1).index_select(0, cell.gather_N)",
+        new="values_BT.reshape(-1).index_select(0, cell.gather_N + 1)",
+        killed_by=TEST_CRITIC + "test_in_one_process",
+    ),
+    _CRITIC(
+        name="error instead of its variance",
+        why="Explained variance counts a critic's bias as unexplained.",
+        old="1.0 - (error - (return_mean - value_mean) ** 2) / variance",
+        new="1.0 - error / variance",
+        killed_by=TEST_CRITIC + "test_in_one_process",
+    ),
+    _CRITIC(
+        name="errors without squares",
+        why="The value error is a mean of absolute errors.",
+        old="errors_N**2",
+        new="errors_N.abs()",
+        killed_by=TEST_CRITIC + "test_in_one_process",
+    ),
+    _PASSES(
+        name="value of the last trained token",
+        why="[P12] The bootstrap is the value at the last token but one.",
+        old="float(found[row.row_id][-1])",
+        new="float(found[row.row_id][-2])",
+        killed_by=TEST_PASSES + "test_in_one_process[gae bootstrap k3, other cells]",
+    ),
+    _PASSES(
+        name="bootstrap of every rollout",
+        why="A rollout that ended is bootstrapped like a truncated one.",
+        old='for r in window.window.rollouts if r.status == "truncated"}',
+        new="for r in window.window.rollouts}",
+        killed_by=TEST_PASSES + "test_in_one_process[gae bootstrap k3, other cells]",
+    ),
+    _PASSES(
+        name="penalty per rollout with rows",
+        why="The mean KL penalty leaves out voters without tokens.",
+        old="max(len(window.voters), 1)",
+        new="max(len(penalties), 1)",
+        killed_by=TEST_PASSES + "test_in_one_process[gae k2 engine]",
+    ),
+    _PASSES(
+        name="engine log-probs forgotten",
+        why="Old log-probs of the engine are left unset, so that the ratio is 1 in every epoch.",
+        old="replace(row, old_logprobs=row.engine_logprobs)",
+        new="replace(row, old_logprobs=None)",
+        killed_by=TEST_PASSES + "test_in_one_process[gae k2 engine]",
     ),
 ]

@@ -46,7 +46,6 @@ from critic_cases import (
 )
 from evenstep.errors import ConfigError, EvenstepError, PlanError
 from evenstep.train.verify import verify_layout
-from evenstep.types import Row
 from ranks import once, run_ranks
 from step_cases import whole
 from step_matrix import covering, random_points
@@ -104,6 +103,12 @@ def assert_exact(case: ValueCase, by_rank: Sequence[ValueOutcome]) -> None:
 def test_equals_the_oracle(point: dict[str, Any]) -> None:
     case = build_case(point)
     assert_exact(case, outcomes(point["world_size"])[case.name])
+
+
+def test_in_one_process() -> None:
+    point = next(p for p in POINTS if (p["world_size"], p["contents"], p["is_sharded"]) == (1, "all", False))
+    case = build_case(point | {"value_clip": VALUE_CLIP, "has_old": True})
+    assert_exact(case, run_value_cases([case]))
 
 
 def test_the_windows_tell_formulas_apart() -> None:
@@ -192,7 +197,7 @@ def test_a_policys_options_on_a_critic(options: dict[str, Any]) -> None:
 def test_a_critics_loss_on_a_policy() -> None:
     with pytest.raises(ConfigError, match="loss 'value_clip' trains a critic, and the model is a causal LM"):
         trainer_of(tiny_model(), loss="value_clip")
-    with pytest.raises(ConfigError, match="value_clip belongs to a critic's loss, found 0.2"):
+    with pytest.raises(ConfigError, match=r"value_clip belongs to a critic's loss, found 0\.2"):
         trainer_of(tiny_model(), value_clip=0.2)
 
 

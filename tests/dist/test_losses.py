@@ -195,7 +195,7 @@ def test_own_loss(is_sharded: bool) -> None:
 
 
 def lone_cases() -> list[StepCase]:
-    """One row, so that the second rank has nothing but an inert cell: each loss, with each term, both kinds of ranks."""
+    """One row, so that the second rank has an inert cell and no other: each loss, each term, both kinds of ranks."""
     row = policy_rows(1.0)[1]
     return [
         StepCase(

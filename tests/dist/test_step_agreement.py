@@ -7,6 +7,8 @@
 4. Replicas with other weights: DistributedError before the first step.
 5. A NaN that appears on one rank only (in its model output) raises on all ranks.
 6. After a refused window the same Trainer runs the agreed one, and its gradient is exact.
+7. So in every pass: scoring of a policy, of a reference and of a critic, the look-ahead of GSPO and of a sequence mask,
+   and training of a critic; other rows, other returns or a window prepared for another budget.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch.distributed as dist
 
 import evenstep.train
 import oracle
+from critic_cases import tiny_critic
 from evenstep.errors import DistributedError, EvenstepError
 from evenstep.types import Row
 from ranks import run_ranks
@@ -209,6 +212,92 @@ def test_overflow_on_one_rank_raises_everywhere(is_sharded: bool) -> None:
         assert "g0/r1/s2" in message
         assert seconds < LIMIT_S
         assert is_unchanged
+
+
+PASSES: dict[str, dict[str, Any]] = {
+    "old log-probs": {},
+    "reference": {"is_scorer": True},
+    "values": {"is_critic": True},
+    "look-ahead of gspo": {"loss": "gspo"},
+    "look-ahead of a sequence mask": {"sequence_mask": (0.5, 2.0)},
+    "critic": {"is_critic": True},
+}
+SCORED = ("old log-probs", "reference", "values")
+PASS_CHANGES: dict[str, Callable[[list[Row]], list[Row]]] = {
+    "one row fewer": lambda rows: rows[:-1],
+    "engine log-prob": lambda rows: changed(
+        rows, 5, engine_logprobs=with_value(rows[5].engine_logprobs, trained(rows[5]), -1.25)
+    ),
+    "return": lambda rows: changed(rows, 5, returns=with_value(rows[5].returns, trained(rows[5]), -1.25)),
+}
+
+
+def disagree_in_every_pass(
+    is_sharded: bool,
+) -> tuple[dict[str, tuple[str, str, float]], dict[str, tuple[str, str, float]]]:
+    """(what became of windows that differ, of one that does not) by pass."""
+    is_odd = dist.get_rank() == 1
+    rows = [
+        dataclasses.replace(
+            row, engine_logprobs=row.old_logprobs, returns=row.old_logprobs, old_values=row.old_logprobs
+        )
+        for row in window()
+    ]
+    found, same = {}, {}
+    with true_float64():
+        for name, options in PASSES.items():
+            settings = {"layout": "padded", "max_tokens_per_gpu": 30} | options
+            is_scorer, is_critic = settings.pop("is_scorer", False), settings.pop("is_critic", False)
+            settings |= {"loss": "value_clip", "value_clip": 0.2} if is_critic else {}
+            model = tiny_critic() if is_critic else tiny_model()
+            if is_sharded:
+                evenstep.train.shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            runner: Any = (
+                evenstep.train.Scorer(model, **settings)
+                if is_scorer
+                else evenstep.train.Trainer(model, optimizer, **settings)
+            )
+            act = runner.score if name in SCORED else runner.forward_backward
+            for change_name, change in PASS_CHANGES.items():
+                mine = change(list(rows)) if is_odd else rows
+                found[f"{name}: {change_name}"] = attempt(functools.partial(act, mine))
+            other = runner.prepare(rows, max_tokens_per_gpu=60 if is_odd else 30)
+            found[f"{name}: plan"] = attempt(functools.partial(act, other))
+            same[name] = attempt(functools.partial(act, rows))
+    return found, same
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_every_pass(is_sharded: bool) -> None:
+    for found, same in run_ranks(disagree_in_every_pass, 2, is_sharded):
+        assert len(found) == len(PASSES) * (len(PASS_CHANGES) + 1)
+        for name, (kind, message, seconds) in found.items():
+            assert kind == "DistributedError", name
+            assert all(f"rank {rank}: " in message for rank in range(2)), name
+            assert seconds < LIMIT_S
+        assert {name: kind for name, (kind, _, _) in same.items()} == dict.fromkeys(PASSES, "")
+
+
+def other_options() -> dict[str, tuple[str, str, float]]:
+    """A reference and a critic whose options differ by rank."""
+    odd, found = dist.get_rank() == 1, {}
+    scorer: dict[str, Any] = {"temperature": 0.5} if odd else {}
+    found["reference"] = attempt(lambda: evenstep.train.Scorer(tiny_model(), **scorer))
+    critic = tiny_critic()
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    clip = 0.1 if odd else 0.2
+    found["critic"] = attempt(lambda: evenstep.train.Trainer(critic, optimizer, loss="value_clip", value_clip=clip))
+    return found
+
+
+def test_options_of_other_models() -> None:
+    for found in run_ranks(other_options, 2):
+        for name, (kind, message, seconds) in found.items():
+            assert kind == "DistributedError", name
+            assert "options" in message
+            assert all(f"rank {rank}: " in message for rank in range(2))
+            assert seconds < LIMIT_S
 
 
 def test_same_rows_run() -> None:

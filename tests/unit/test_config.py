@@ -204,6 +204,23 @@ def test_missing_keys_are_listed_together() -> None:
         (["train.ratio_unit=segment"], ["'segment' with loss 'ppo_clip'", "set train.loss = 'gspo'"]),
         (["train.loss=cispo", "train.dual_clip=3.0"], ["found 3.0 with train.loss = 'cispo'"]),
         (["evaluation.seed=0"], ["evaluation.seed and run.seed must differ", "found both 0"]),
+        (
+            ["train.kl_coef=0.1", "train.kl_in=reward", "train.old_logprobs=detached"],
+            ["train.kl_in = 'reward' needs log-probs before credit", "set it to 'scored' or 'engine'"],
+        ),
+        (["train.kl_in=reward"], ["train.kl_in belongs to a KL term, found train.kl_coef = 0"]),
+        (["train.kl_estimator=k2"], ["train.kl_estimator belongs to a KL term"]),
+        (["train.kl_coef=0.1", "train.kl_estimator=k1"], ["'k1' has no expected gradient on-policy", "'reward'"]),
+        (["train.old_logprobs=engine", "train.importance_cap=2.0"], ["train.importance_cap compares old with engine"]),
+        (["train.old_logprobs=engine", "train.sequence_mask=[0.5, 2.0]"], ["train.sequence_mask compares old with"]),
+        (["train.sequence_mask=[1.5, 2.0]"], ["0 <= low < 1 < high, found [1.5, 2.0]"]),
+        (["train.sequence_mask=[0.5, 1.0]"], ["0 <= low < 1 < high, found [0.5, 1.0]"]),
+        (["credit.gamma=0.9"], ["credit.gamma belong to credit.estimator = 'gae', found 'grpo'"]),
+        (["credit.lam=0.9", "critic.lr=1e-3"], ["credit.lam, critic.lr belong to credit.estimator = 'gae'"]),
+        (["credit.truncated_value=bootstrap"], ["credit.truncated_value belong to credit.estimator = 'gae'"]),
+        (["critic.value_clip=0"], ["critic.value_clip belong to credit.estimator = 'gae'"]),
+        (["lora.alpha=8"], ["lora.alpha belongs to adapters, found lora.rank = 0"]),
+        (["train.sync=each"], ["train.sync belongs to train.sharding = 'fsdp2'"]),
     ],
 )  # fmt: skip
 def test_contradictions(base: Path, overrides: list[str], expected: list[str]) -> None:
@@ -248,11 +265,35 @@ def test_both_offered_fixes_of_the_product_fit(
         (["train.epochs=2"], "scored"),
         (["train.rollouts_per_window=16", "train.windows_per_collection=2"], "scored"),
         (["train.old_logprobs=scored"], "scored"),
+        (["train.old_logprobs=engine", "train.epochs=2"], "engine"),
+        (["train.kl_coef=0.1"], "detached"),
+        (["train.kl_coef=0.1", "train.kl_in=reward"], "scored"),
+        (["train.kl_coef=0.1", "train.kl_in=reward", "train.old_logprobs=engine"], "engine"),
+        (["credit.estimator=gae"], "detached"),
+        (["train.sequence_mask=[0.5, 2.0]"], "detached"),
     ],
 )
 def test_auto_is_detached_exactly_where_the_ratio_is_one(base: Path, overrides: list[str], expected: str) -> None:
     config = load_config([base], overrides)
     assert config.old_logprobs == expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["credit.estimator=gae", "credit.gamma=0.9", "credit.truncated_value=bootstrap", "critic.value_clip=0"],
+        ["credit.estimator=gae", "rollout.num_generations=1", "rollout.num_prompts=32"],  # no group to compare with
+        ["train.kl_coef=0.1", "train.kl_in=reward", "train.kl_estimator=k1"],
+        ["train.kl_coef=0.1", "train.kl_estimator=k2", "train.score_max_tokens_per_gpu=512"],
+        ["credit.estimator=gae", "train.score_max_tokens_per_gpu=512"],
+        ["train.sequence_mask=[0, 1.1]", "train.importance_cap=2.0"],
+        ["lora.rank=4", "lora.alpha=8"],
+        ["train.sharding=fsdp2", "train.sync=each"],
+    ],
+    ids=str,
+)
+def test_what_belongs_together_is_accepted(base: Path, overrides: list[str]) -> None:
+    load_config([base], overrides)
 
 
 # ------------------------------------------------------------------------------------------------ resolved text
