@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
+
+from evenstep.errors import ConfigError
 
 __all__ = ["Config", "Section", "component_type", "component_types", "known_keys", "options_model"]
 
@@ -38,7 +41,10 @@ class ModelSection(Section):
 class EnvironmentSection(Section):
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field(description="the environment; its own options stand beside this key")
+    name: str = Field(
+        description="the environment: one of those below, or a class of your own as `path/to/file.py:ClassName` (from "
+        "where the command is started) or `package.module:ClassName`; its own options stand beside this key"
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -307,8 +313,15 @@ def component_type(section: str, name: str) -> type[Any]:
 
 
 def options_model(options_type: type[Any], name: str) -> type[Section]:
-    """A strict schema for the fields of a frozen options dataclass."""
-    hints = typing.get_type_hints(options_type)
+    """A strict schema for the fields of a frozen options dataclass.
+
+    Raises:
+        ConfigError: a field has a type that no TOML value has.
+    """
+    try:
+        hints = typing.get_type_hints(options_type)
+    except (NameError, TypeError) as error:
+        raise ConfigError(_untyped(options_type, error)) from error
     fields: dict[str, Any] = {}
     for item in dataclasses.fields(options_type):
         if item.default is not dataclasses.MISSING:
@@ -321,7 +334,18 @@ def options_model(options_type: type[Any], name: str) -> type[Section]:
         if typing.get_origin(hint) is tuple:  # TOML has arrays only
             hint = Annotated[hint, Field(strict=False)]
         fields[item.name] = (hint, default)
-    return create_model(name, __base__=Section, **fields)
+    try:
+        return create_model(name, __base__=Section, **fields)
+    except PydanticUserError as error:
+        raise ConfigError(_untyped(options_type, error)) from error
+
+
+def _untyped(options_type: type[Any], error: Exception) -> str:
+    reason = str(error).splitlines()[0]
+    return (
+        f"{options_type.__qualname__} must have fields of types that TOML has (bool, int, float, str, tuple, Mapping), "
+        f"found: {reason}"
+    )
 
 
 def known_keys() -> dict[tuple[str, str], FieldInfo]:

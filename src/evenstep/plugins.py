@@ -1,4 +1,4 @@
-"""A user's own classes, named in a configuration by their file or module."""
+"""A user's own classes and functions, named in a configuration by their file or module."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from evenstep.errors import ConfigError
 
-__all__ = ["is_own_class", "own_class"]
+__all__ = ["is_own_class", "own_class", "own_function"]
 
 
 def is_own_class(name: str) -> bool:
@@ -36,25 +36,43 @@ def own_class(name: str) -> type[Any]:
     Raises:
         ConfigError: no such file, module or class, or it cannot be imported.
     """
-    where, _, class_name = name.rpartition(":")
-    if not where or not class_name.isidentifier():
+    return _own(name, "class", type)
+
+
+def own_function(name: str) -> FunctionType:
+    """The function that ``path/to/file.py:name`` or ``package.module:name`` names; as `own_class` in all else.
+
+    >>> own_function("textwrap:dedent").__name__
+    'dedent'
+
+    Raises:
+        ConfigError: no such file, module or function, or it cannot be imported.
+    """
+    return _own(name, "function", FunctionType)
+
+
+def _own(name: str, kind: str, kind_type: type[Any]) -> Any:
+    where, _, own_name = name.rpartition(":")
+    if not where or not own_name.isidentifier():
+        shown = "ClassName" if kind == "class" else "name"
         raise ConfigError(
-            f"a class of your own is named path/to/file.py:ClassName or package.module:ClassName, found {name!r}"
+            f"a {kind} of your own is named path/to/file.py:{shown} or package.module:{shown}, found {name!r}"
         )
     module = _module_of_file(Path(where), name) if where.endswith(".py") else _module_named(where, name)
     try:
-        found = getattr(module, class_name)
+        found = getattr(module, own_name)
     except AttributeError:
-        classes = [
+        others = [
             key
             for key, value in vars(module).items()
-            if isinstance(value, type) and value.__module__ == module.__name__
+            if isinstance(value, kind_type) and value.__module__ == module.__name__
         ]
+        plural = "classes" if kind == "class" else "functions"
         raise ConfigError(
-            f"{name!r} names a class, found no {class_name} in {where}; it has: {', '.join(classes) or 'no classes'}"
+            f"{name!r} names a {kind}, found no {own_name} in {where}; it has: {', '.join(others) or f'no {plural}'}"
         ) from None
-    if not isinstance(found, type):
-        raise ConfigError(f"{name!r} must name a class, found {type(found).__name__}; name the class itself")
+    if not isinstance(found, kind_type):
+        raise ConfigError(f"{name!r} must name a {kind}, found {type(found).__name__}; name the {kind} itself")
     return found
 
 
@@ -62,7 +80,7 @@ def _module_of_file(path: Path, name: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(
-            f"{name!r} names a class in a file, found no file {path}; paths are relative to where the "
+            f"{name!r} names something in a file, found no file {path}; paths are relative to where the "
             f"command is started"
         )
     # Registered, because dataclasses look their own module up; by path, because two folders may have files of one name.

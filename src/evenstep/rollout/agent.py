@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import numbers
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from evenstep.errors import ConfigError, EngineError, EvenstepError, StateError
+from evenstep.file_lines import MAX_LOGPROB
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.compaction import Compaction, Context, Guard
-from evenstep.rollout.engine import Engine, Request, RolloutKey
-from evenstep.rollout.environment import Environment, Episode, Score
+from evenstep.rollout.engine import Completion, Engine, Request, RolloutKey
+from evenstep.rollout.environment import Environment, Episode, Score, Start
 from evenstep.types import BreakReason, Call, Rollout, Sampling, Status
 
 __all__ = ["AgentOptions", "RolloutIdentity", "run_rollout"]
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +32,7 @@ class AgentOptions:
     """How an agent samples, and where it stops.
 
     Raises:
-        ConfigError: a limit below 1, or a temperature below 0.
+        ConfigError: a limit below 1, a temperature below 0, or a time that is not above 0.
     """
 
     max_context_tokens: int  # guard: prompt + reserved generation of every call stay within it
@@ -32,6 +40,9 @@ class AgentOptions:
     temperature: float = 1.0  # 0: greedy
     max_calls: int = 64
     max_segments: int = 16
+    step_timeout_s: float = 60.0  # most seconds of one call of the environment
+    timeout_s: float | None = None  # most seconds of all of them in a rollout together; None: any
+    vocab_size: int | None = None  # of the model that is trained; an output id at or above it is refused
 
     def __post_init__(self) -> None:
         for name in ("max_context_tokens", "max_tokens_per_call", "max_calls", "max_segments"):
@@ -40,6 +51,10 @@ class AgentOptions:
                 raise ConfigError(f"rollout.{name} must be at least 1, found {value}")
         if self.temperature < 0:
             raise ConfigError(f"rollout.temperature must be at least 0, found {self.temperature}")
+        for name in ("step_timeout_s", "timeout_s"):
+            seconds: float | None = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise ConfigError(f"rollout.{name} must be above 0 seconds, found {seconds}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +110,22 @@ class _Recorder:
             temperature=self.options.temperature, max_tokens=max_tokens, seed=self.identity.seed_of_call(order)
         )
         request = Request(prompt_ids=prompt_ids, sampling=sampling, rollout_key=self.identity.key)
+        where = f"rollout {self.identity.rollout_id}, call {order}"
         try:
             completion = await self.engine.generate(request)
         except EvenstepError:
             raise
-        except Exception as error:  # an engine's failure must never pass for the environment's
+        except (
+            Exception,
+            asyncio.CancelledError,
+        ) as error:  # an engine's failure must never pass for the environment's
+            if _is_asked_to_stop(error):
+                raise
             raise EngineError(
-                f"rollout {self.identity.rollout_id}, call {order}: the engine failed with {type(error).__name__}: "
+                f"{where}: the engine failed with {type(error).__name__}: "
                 f"{error}; what is finished is on disk, go on with --resume once the cause is gone"
             ) from error
+        completion = _checked_completion(completion, where, max_tokens=max_tokens, vocab_size=self.options.vocab_size)
         self.calls.append(
             Call(
                 order=order,
@@ -121,6 +143,120 @@ class _Recorder:
         return completion.output_ids
 
 
+def _is_asked_to_stop(error: BaseException) -> bool:
+    """Whether this is the cancellation of the present task, and not one that foreign code let escape."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def _checked_completion(found: Any, where: str, *, max_tokens: int, vocab_size: int | None) -> Completion:
+    """What an engine answered, in plain integers and floats.
+
+    Raises:
+        EngineError: it is not what every engine promises; trained on, it would be a wrong step and not a wrong answer.
+    """
+
+    def refuse(promise: str, what: str, fix: str) -> EngineError:
+        return EngineError(f"{where}: an engine must answer with {promise}, found {what}; {fix}")
+
+    if not isinstance(found, Completion):
+        raise refuse("a Completion", type(found).__name__, "return one from the engine's generate()")
+    ids_T = np.asarray(found.output_ids)
+    if ids_T.ndim != 1 or (ids_T.size and ids_T.dtype.kind not in "iu"):
+        raise refuse("a list of token ids", f"{found.output_ids!r:.60}", "ask the server for ids, never for text")
+    if ids_T.size > max_tokens:
+        raise refuse(f"at most the {max_tokens} tokens it was asked for", f"{ids_T.size}", "pass max_tokens on to it")
+    if ids_T.size and ids_T.min() < 0:
+        raise refuse("ids that are at least 0", f"id {ids_T.min()}", "look for a padding id in its output")
+    if ids_T.size and vocab_size is not None and ids_T.max() >= vocab_size:
+        raise refuse(
+            f"ids of the trained model's vocabulary, below {vocab_size}",
+            f"id {ids_T.max()}",
+            "it serves another model: start it with the files of model.path",
+        )
+    given: Any = found.logprobs
+    has_none = given is None or (ids_T.size > 0 and len(given) == 0)
+    logprobs_T = np.asarray([] if has_none else given)
+    if has_none or logprobs_T.dtype.kind not in "iuf":
+        raise refuse(
+            "a log-prob for each token",
+            "none" if has_none else f"{given!r:.60}",
+            "switch on the log-probs of sampled tokens in its server",
+        )
+    if logprobs_T.shape != ids_T.shape:
+        raise refuse(
+            "one log-prob for each token",
+            f"{logprobs_T.size} for {ids_T.size} tokens",
+            "take both from the same choice of the same response, without the prompt's",
+        )
+    is_wrong_T = ~np.isfinite(logprobs_T) | (logprobs_T > MAX_LOGPROB)
+    if is_wrong_T.any():
+        at = int(np.flatnonzero(is_wrong_T)[0])
+        raise refuse(
+            "log-probs that are finite and at most 0",
+            f"{logprobs_T[at]} at output token {at}",
+            "give natural logarithms of the probabilities that it sampled from",
+        )
+    if found.finish_reason not in ("stop", "length"):
+        raise refuse("finish_reason 'stop' or 'length'", f"{found.finish_reason!r}", "do not pass on aborted requests")
+    return replace(found, output_ids=tuple(ids_T.tolist()), logprobs=tuple(logprobs_T.astype(np.float64).tolist()))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Supervised:
+    """Calls an environment: within the limits on time, and with results of the promised types."""
+
+    environment: Environment
+    options: AgentOptions
+    seconds: float = 0.0  # that its calls have taken so far
+
+    async def reset(self) -> Start:
+        start = await self._within_limits("reset", self.environment.reset())
+        if not isinstance(start, Start):
+            raise TypeError(f"environment.reset must return a Start, found {start!r:.60}")
+        return start
+
+    async def step(self, action: str) -> str | None:
+        observation = await self._within_limits("step", self.environment.step(action))
+        if observation is not None and not isinstance(observation, str):
+            raise TypeError(f"environment.step must return a text, or None at the end, found {observation!r:.60}")
+        return observation
+
+    async def score(self, episode: Episode) -> Score:
+        return _checked(await self._within_limits("score", self.environment.score(episode)))
+
+    async def _within_limits(self, name: str, call: Awaitable[ResultT]) -> ResultT:
+        """The call's result; what ends it is always an ``Exception``, but for the user's own Ctrl-C and our stop."""
+        key, limit_s = "step_timeout_s", self.options.step_timeout_s
+        if self.options.timeout_s is not None and self.options.timeout_s - self.seconds < limit_s:
+            key, limit_s = "timeout_s", self.options.timeout_s - self.seconds
+        promise = f"environment.{name} must end within rollout.{key} = {getattr(self.options, key)} seconds"
+        if key == "timeout_s":
+            promise += f", of which {self.seconds:.3g} were spent before"
+        limit, started = asyncio.timeout(limit_s), time.monotonic()
+        try:
+            async with limit:
+                result = await call
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the environment's own
+            raise TimeoutError(f"{promise}; it was stopped, the lines above say where it waited") from error
+        except BaseException as error:
+            if isinstance(error, Exception | KeyboardInterrupt | GeneratorExit) or _is_asked_to_stop(error):
+                raise
+            raise RuntimeError(f"environment.{name} raised {type(error).__name__}: {error}") from error
+        finally:
+            spent_s = time.monotonic() - started
+            self.seconds += spent_s
+        if spent_s > limit_s:
+            # It ended by itself, so nothing could stop it: it never gave the event loop back in all that time.
+            raise TimeoutError(
+                f"{promise}, found {spent_s:.3g}; it blocked, and every other rollout with it: await, or use "
+                f"asyncio.to_thread"
+            )
+        return result
+
+
 async def run_rollout(
     *,
     identity: RolloutIdentity,
@@ -136,25 +272,27 @@ async def run_rollout(
     ``max_context_tokens``. When they do not fit, or when compaction is due, the context is compacted, a second time if
     once was not enough. The
     rollout is ``truncated`` when it still does not fit, or when ``max_calls`` or ``max_segments`` is reached; it is
-    then scored as it stands. An exception inside the environment makes the rollout ``failed``, with the traceback as
-    its ``status_reason``.
+    then scored as it stands. An exception inside the environment, a call of it that takes longer than
+    ``step_timeout_s``, or a reward that is no finite number makes the rollout ``failed``, with the traceback as its
+    ``status_reason``.
 
     Raises:
-        EvenstepError: the engine cannot serve a call, or a promise of ours is broken; that is not the policy's doing
-            and must not become a reward.
+        EvenstepError: the engine cannot serve a call or answers with what no engine may, or a promise of ours is
+            broken; that is not the policy's doing and must not become a reward.
     """
     recorder = _Recorder(engine=engine, renderer=renderer, options=options, identity=identity)
+    supervised = _Supervised(environment=environment, options=options)
     status: Status = "ok"
     status_reason: str | None = None
     score: Score | None = None
     try:
         visible: tuple[int, ...] = ()
         try:
-            visible = await _play(environment, recorder, compaction)
+            visible = await _play(supervised, recorder, compaction)
         except _TruncatedError as reason:
             status, status_reason = "truncated", str(reason)
         episode = Episode(num_segments=recorder.num_segments, visible_observations=visible)
-        score = _checked(await environment.score(episode))
+        score = await supervised.score(episode)
     except EvenstepError:
         raise
     except Exception:  # noqa: BLE001 -- an environment is foreign code: whatever it raises costs this rollout, not the run
@@ -172,15 +310,23 @@ async def run_rollout(
     )
 
 
-def _checked(score: Score) -> Score:
+def _checked(score: Any) -> Score:
     """The score, in types that a rollout file holds."""
-    if isinstance(score.reward, bool) or not math.isfinite(score.reward):
-        raise TypeError(f"a reward must be a finite number, found {score.reward!r}")
-    info = json.loads(json.dumps(dict(score.info), allow_nan=False))
+    if not isinstance(score, Score):
+        raise TypeError(f"environment.score must return a Score, found {score!r:.60}")
+    # NumPy's floats and integers are Real, its booleans, arrays and other libraries' tensors are not
+    if not isinstance(score.reward, numbers.Real) or isinstance(score.reward, bool):
+        raise TypeError(f"a reward must be a number, found {score.reward!r:.60} ({type(score.reward).__name__})")
+    if not math.isfinite(score.reward):
+        raise ValueError(f"a reward must be finite, found {score.reward!r}")
+    try:
+        info = json.loads(json.dumps(dict(score.info), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Score.info must hold JSON values only: {error}") from error
     return Score(reward=float(score.reward), info=info)
 
 
-async def _play(environment: Environment, recorder: _Recorder, compaction: Compaction) -> tuple[int, ...]:
+async def _play(environment: _Supervised, recorder: _Recorder, compaction: Compaction) -> tuple[int, ...]:
     """Run the episode to its end; the indices of the observations in the last call's context."""
     start = await environment.reset()
     context = Context(task=start.task)

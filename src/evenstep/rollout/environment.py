@@ -1,12 +1,14 @@
-"""What an environment is, and the registry that a configuration names them by."""
+"""What an environment is, and how a configuration names one: built in, or a class of the user's own."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, EvenstepError
+from evenstep.plugins import is_own_class, own_class
 from evenstep.rollout.seeds import mixed_seed
 
 __all__ = [
@@ -14,11 +16,13 @@ __all__ = [
     "SPLITS",
     "Environment",
     "Episode",
+    "FiniteTasks",
     "Score",
     "Split",
     "Start",
     "TaskSource",
     "environment_named",
+    "split_of_text",
 ]
 
 Split = Literal["train", "heldout", "warmstart"]
@@ -55,11 +59,15 @@ class Score:
 
 
 class Environment(Protocol):
-    """One episode of one task; a class of this kind is registered in ``ENVIRONMENTS``.
+    """One episode of one task.
 
     A class has ``Options``, a frozen dataclass with the keys of its configuration, their defaults, and their checks in
     ``__post_init__`` (``ConfigError``), and ``for_task``, which is a pure function of its arguments: equal arguments
-    give equal tasks on every rank, and the tasks of two splits are disjoint.
+    give equal tasks on every rank, and the tasks of two splits are disjoint (`split_of_text` helps).
+
+    Many episodes run at the same time on one event loop, so a method that blocks (``time.sleep``, a synchronous HTTP
+    client, a long computation) stops all of them and cannot be interrupted: await, or hand it to
+    ``asyncio.to_thread``. Whatever a method raises costs its own rollout, which is then ``failed``.
     """
 
     Options: ClassVar[type[Any]]
@@ -73,7 +81,17 @@ class Environment(Protocol):
         """The next observation, or None when the episode is over."""
         ...
 
-    async def score(self, episode: Episode) -> Score: ...
+    async def score(self, episode: Episode) -> Score:
+        """The reward, once, after the last step or where the rollout was truncated."""
+        ...
+
+
+@runtime_checkable
+class FiniteTasks(Protocol):
+    """What an environment's class also has when a split has only so many tasks; then they come again, in order."""
+
+    @classmethod
+    def num_tasks(cls, options: Any, *, split: Split) -> int: ...
 
 
 def split_of_text(text: str) -> Split:
@@ -97,22 +115,64 @@ def _reasoning_gym() -> type[Environment]:
     return ReasoningTasks
 
 
+def _prompts() -> type[Environment]:
+    from evenstep.rollout.prompts import Prompts
+
+    return Prompts
+
+
+def _calculator() -> type[Environment]:
+    from evenstep.rollout.calculator import Calculator
+
+    return Calculator
+
+
 # name in a configuration -> class; looked up when it is used, so that an environment's imports are paid by its users
-ENVIRONMENTS = {"ledger": _ledger, "reasoning_gym": _reasoning_gym}
+ENVIRONMENTS = {
+    "ledger": _ledger,
+    "reasoning_gym": _reasoning_gym,
+    "prompts": _prompts,
+    "calculator": _calculator,
+}
 
 
 def environment_named(name: str) -> type[Environment]:
-    """The environment class that a configuration names.
+    """The environment class that a configuration names: built in, or ``path/to/file.py:Class``, ``module:Class``.
 
     >>> environment_named("ledger").__name__
     'Ledger'
+    >>> environment_named("evenstep.rollout.calculator:Calculator").__name__
+    'Calculator'
 
     Raises:
-        ConfigError: no environment has this name.
+        ConfigError: no environment has this name, or the user's class is none.
     """
+    if is_own_class(name):
+        return _checked_class(own_class(name), name)
     if name not in ENVIRONMENTS:
-        raise ConfigError(f"environment {name!r} is not known; known environments: {', '.join(sorted(ENVIRONMENTS))}")
+        raise ConfigError(
+            f"environment {name!r} is not known; known environments: {', '.join(ENVIRONMENTS)}, or a class of "
+            f"your own as path/to/file.py:ClassName"
+        )
     return ENVIRONMENTS[name]()
+
+
+def _checked_class(found: type[Any], name: str) -> type[Environment]:
+    problems: list[str] = []
+    members = dict(inspect.getmembers(found))
+    if not isinstance(members.get("Options"), type) or not is_dataclass(members["Options"]):
+        problems.append("no Options, a frozen dataclass of its configuration's keys")
+    if not inspect.ismethod(members.get("for_task")):
+        problems.append("no classmethod for_task(options, *, seed, split, index)")
+    for method in ("reset", "step", "score"):
+        if not inspect.iscoroutinefunction(members.get(method)):
+            problems.append(f"no `async def {method}`")
+    if problems:
+        raise ConfigError(
+            f"environment.name = {name!r} must name an environment, found {', '.join(problems)}; see examples/"
+            f"custom_env.py, which is a whole one"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +180,8 @@ class TaskSource:
     """Tasks of one split by index.
 
     >>> tasks = TaskSource(name="ledger", options=environment_named("ledger").Options(), seed=0, split="train")
-    >>> tasks.prompt_id(3)
-    'ledger/train/0/3'
+    >>> tasks.prompt_id(3), tasks.num_tasks
+    ('ledger/train/0/3', None)
     """
 
     name: str  # of the environment
@@ -139,9 +199,48 @@ class TaskSource:
         if self.split not in SPLITS:
             raise ConfigError(f"split must be one of {', '.join(SPLITS)}, found {self.split!r}")
 
+    @property
+    def num_tasks(self) -> int | None:
+        """How many different tasks there are; None where any index is another one."""
+        environment = environment_named(self.name)
+        if not issubclass(environment, FiniteTasks):
+            return None
+        return environment.num_tasks(self.options, split=self.split)
+
     def prompt_id(self, index: int) -> str:
-        return f"{self.name}/{self.split}/{self.seed}/{index}"
+        return f"{self.name}/{self.split}/{self.seed}/{self._task(index)}"
 
     def environment(self, index: int) -> Environment:
-        """A fresh episode of the task with this index."""
-        return environment_named(self.name).for_task(self.options, seed=self.seed, split=self.split, index=index)
+        """A fresh episode of the task with this index; one that cannot be made fails when it is reset.
+
+        Raises:
+            ConfigError: a held-out task that does not exist; training tasks come again instead.
+        """
+        task = self._task(index)
+        try:
+            return environment_named(self.name).for_task(self.options, seed=self.seed, split=self.split, index=task)
+        except EvenstepError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- as in a step: it costs this rollout, not the run
+            return cast(Environment, _NotMade(error))
+
+    def _task(self, index: int) -> int:
+        num_tasks = self.num_tasks
+        if num_tasks is None or index < num_tasks:
+            return index
+        if self.split != "train":  # a task that came twice would count twice in the mean
+            raise ConfigError(
+                f"evaluation.num_tasks must be at most the {num_tasks} {self.split} tasks that environment "
+                f"{self.name!r} has, found {index + 1} or more; lower it, or give the environment more of them"
+            )
+        return index % num_tasks
+
+
+class _NotMade:
+    """Stands in for an environment whose ``for_task`` failed: its rollout fails with that very error at the start."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    async def reset(self) -> Start:
+        raise self._error

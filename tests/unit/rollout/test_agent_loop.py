@@ -208,7 +208,11 @@ def test_what_never_fits_is_truncated(tokenizer, compaction, limit, num_calls, n
 def test_a_second_attempt_of_recency_keeps_nothing(tokenizer):
     """Two kept turns with long answers do not fit; none does."""
     rollout, prompts = play(
-        tokenizer, compaction=Recency(keep_last=1), script=[">", "a long answer"], max_context_tokens=42
+        tokenizer,
+        compaction=Recency(keep_last=1),
+        script=[">", "a long answer"],
+        max_context_tokens=52,
+        max_tokens_per_call=14,
     )
     assert rollout.status == "ok"
     assert prompts[2] == "<|user|>find c\n...\ne1 f0<|end|><|assistant|>"
