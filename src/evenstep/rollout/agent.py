@@ -240,6 +240,9 @@ class _Supervised:
         except TimeoutError as error:
             if not limit.expired():
                 raise  # the environment's own
+            late_s = time.monotonic() - started - limit_s
+            if late_s > limit_s / 10:  # the clock of the event loop stood still: this call may have done nothing wrong
+                promise += f" (stopped {late_s:.3g} late: another environment blocks, or this one's clean-up is slow)"
             raise TimeoutError(f"{promise}; it was stopped, the lines above say where it waited") from error
         except BaseException as error:
             if isinstance(error, Exception | KeyboardInterrupt | GeneratorExit) or _is_asked_to_stop(error):

@@ -192,25 +192,38 @@ async def stubborn() -> str:
     "hook, message",
     [
         (lambda: asyncio.sleep(100), "it was stopped, the lines above say where it waited"),
-        (lambda: time.sleep(0.2), "it blocked, and every other rollout with it: await, or use asyncio.to_thread"),
+        (lambda: time.sleep(0.8), "it blocked, and every other rollout with it: await, or use asyncio.to_thread"),
         (stubborn, "environment"),
     ],
 )
 def test_a_call_that_takes_too_long_fails_the_rollout(where: str, hook: Hook, message: str) -> None:
     started = time.monotonic()
-    rollout = played(Scene(where, hook), step_timeout_s=0.1)
+    rollout = played(Scene(where, hook), step_timeout_s=0.4)
     assert time.monotonic() - started < 10
     assert rollout.status == "failed"
     reason = rollout.status_reason or ""
-    assert f"TimeoutError: environment.{where} must end within rollout.step_timeout_s = 0.1 seconds" in reason
+    assert f"TimeoutError: environment.{where} must end within rollout.step_timeout_s = 0.4 seconds" in reason
     assert message in reason
 
 
+def test_a_neighbour_that_blocks_is_named_as_a_cause() -> None:
+    async def run() -> list[Any]:
+        waiting = Scene("step", lambda: asyncio.sleep(0.3, "more"))
+        blocking = Scene("step", lambda: time.sleep(1.0))
+        return await asyncio.gather(
+            *(play(scene, ScriptedEngine(), step_timeout_s=0.6) for scene in (waiting, blocking))
+        )
+
+    waiting, blocking = asyncio.run(run())
+    assert "late: another environment blocks" in (waiting.status_reason or "")
+    assert "it blocked" in (blocking.status_reason or "")
+
+
 def test_the_time_of_all_calls_together() -> None:
-    scene = Scene("step", lambda: asyncio.sleep(0.15, "more"))
-    rollout = played(scene, timeout_s=0.4)
+    scene = Scene("step", lambda: asyncio.sleep(0.3, "more"))
+    rollout = played(scene, timeout_s=0.8)
     assert rollout.status == "failed"
-    assert "environment.step must end within rollout.timeout_s = 0.4 seconds, of which 0." in (
+    assert "environment.step must end within rollout.timeout_s = 0.8 seconds, of which 0." in (
         rollout.status_reason or ""
     )
     assert 1 < scene.num_steps <= 3
@@ -218,12 +231,12 @@ def test_the_time_of_all_calls_together() -> None:
 
 class Slow(ScriptedEngine):
     async def generate(self, request: Any) -> Any:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
         return await super().generate(request)
 
 
 def test_the_engine_s_time_is_not_the_environment_s() -> None:
-    rollout = asyncio.run(play(Scene(), Slow(), timeout_s=0.1, step_timeout_s=0.1))
+    rollout = asyncio.run(play(Scene(), Slow(), timeout_s=0.8, step_timeout_s=0.8))
     assert (rollout.status, len(rollout.calls)) == ("ok", 3)
 
 
@@ -291,7 +304,7 @@ def collected(monkeypatch: pytest.MonkeyPatch, engine: Any, broken: frozenset[in
                 engine=engine,
                 renderer=ChatRenderer(CharacterTokenizer()),
                 compaction=NoCompaction(),
-                options=AgentOptions(max_context_tokens=10_000, max_tokens_per_call=100, step_timeout_s=0.2),
+                options=AgentOptions(max_context_tokens=10_000, max_tokens_per_call=100, step_timeout_s=1.0),
                 run_seed=0,
                 batch_rollouts=4,
                 rank=rank,
