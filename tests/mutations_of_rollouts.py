@@ -11,11 +11,13 @@ from mutations import Mutation
 
 _SCHEDULE = partial(Mutation, module="evenstep.train.schedule")
 _SEGMENTS = partial(Mutation, module="evenstep.rollout.segments")
+_CALL_TREE = partial(Mutation, module="evenstep.rollout.call_tree")
 _COLLECTOR = partial(Mutation, module="evenstep.rollout.collector")
 _FOOTPRINT = partial(Mutation, module="evenstep.plan.footprint")
 _PROMISES = partial(Mutation, module="evenstep.plan.promises")
 _METRICS = partial(Mutation, module="evenstep.train.metrics")
 
+TEST_CALL_TREE = "tests/unit/rollout/test_call_tree.py::"
 TEST_SEGMENTS = "tests/unit/rollout/test_segments.py::"
 TEST_PLAN_FAULTS = "tests/unit/plan/test_plan_known_faults.py::"
 TEST_PLAN_CHECK = "tests/unit/plan/test_plan_check.py::"
@@ -84,18 +86,18 @@ WINDOWS: list[Mutation] = [
         new='mixed_seed("call", run, collection, generation, attempt, call)',
         killed_by="tests/unit/rollout/test_rollout_seeds.py::test_one_prompt_twice_with_two_generations_has_four_seeds",
     ),
-    _SEGMENTS(
+    _CALL_TREE(
         name="prefix of the second turn",
         why="[P17] The stored prefix is that of turn 2, so the third turn opens a new row.",
-        old="elif prompt[: len(ids)] == ids:",
-        new="elif len(orders) < 2 and prompt[: len(ids)] == ids:",
+        old="if before is not None and _continues(call, before):",
+        new="if before is not None and index < 2 and _continues(call, before):",
         killed_by=TEST_SEGMENTS + "test_a_declared_reason_does_not_break_what_continues",
     ),
     _SEGMENTS(
         name="history trained again",
         why="[P17] A new segment trains the history that its prompt repeats.",
-        old="mask += [0] * len(new_context)",
-        new="mask += [0, *[int(bool(segments) and not orders)] * (len(new_context) - 1)]",
+        old="mask = [0] * last.num_tokens",
+        new="mask = [0, *[int(index > 0)] * (last.num_tokens - 1)]",
         killed_by=TEST_SEGMENTS + "test_a_declared_break_opens_a_row_and_trains_only_what_it_sampled[compaction]",
     ),
     _SEGMENTS(
@@ -105,20 +107,55 @@ WINDOWS: list[Mutation] = [
         new="logprobs=(*logprobs[1:], 0.0)",
         killed_by=TEST_SEGMENTS + "test_logprobs_stand_at_their_tokens",
     ),
-    _SEGMENTS(
+    _CALL_TREE(
         name="calls in file order",
         why="Calls are taken as they come instead of by their order number.",
-        old="in sorted(rollout.calls, key=lambda c: c.order):",
-        new="in rollout.calls:",
+        old="in sorted(rollout.calls, key=lambda call: call.order)]",
+        new="in rollout.calls]",
         killed_by=TEST_SEGMENTS + "test_calls_are_taken_by_order_number",
     ),
-    _SEGMENTS(
+    _CALL_TREE(
         name="silent break",
         why="[P17] A prompt that rewrites the history opens a row without being asked to.",
-        old="if call.break_reason is None:",
+        old='if self._on_undeclared == "error":',
         new="if False:",
         killed_by=TEST_SEGMENTS
         + "test_an_undeclared_break_is_an_error_with_the_place[prompt0-token 2 is 9, expected 3]",
+    ),
+    _CALL_TREE(
+        name="drift taken for a fork",
+        why="[P17] A prompt that holds a call's prompt and another output forks before that call, unnoticed.",
+        old="if prompt == call.prompt_ids[: len(prompt)]:",
+        new="if False:",
+        killed_by=TEST_CALL_TREE + "test_a_drift_is_no_fork[prompt0-True]",
+    ),
+    _CALL_TREE(
+        name="shortest view as parent",
+        why="A call continues the first turn that its prompt begins with.",
+        old="alike[lengths == lengths.max()]",
+        new="alike[lengths == lengths.min()]",
+        killed_by=TEST_CALL_TREE + "test_the_longest_view_is_the_parent",
+    ),
+    _SEGMENTS(
+        name="shared tokens trained by every branch",
+        why="[P17] Each branch of a fork trains what they share.",
+        old="len(node.call.prompt_ids), trained_ends[at]",
+        new="len(node.call.prompt_ids), len(node.call.prompt_ids)",
+        killed_by=TEST_SEGMENTS + "test_the_first_branch_trains_what_a_fork_shares",
+    ),
+    _SEGMENTS(
+        name="drifted tail trained",
+        why="What was sampled after the point of drift is trained after ids that the policy never saw.",
+        old="limit = min(limit, node.num_kept_tokens)",
+        new="limit = min(limit, node.num_kept_tokens + 2 * (node.origin == 'undeclared'))",
+        killed_by=TEST_SEGMENTS + "test_an_undeclared_break_as_chosen[drift0]",
+    ),
+    _SEGMENTS(
+        name="rejected output trained",
+        why="An output that the agent threw away is trained.",
+        old="        if not node.call.is_rejected:\n            begin",
+        new="        if True:\n            begin",
+        killed_by=TEST_SEGMENTS + "test_a_rejected_output_that_a_prompt_holds_is_context",
     ),
     _SEGMENTS(
         name="advantage shared out",

@@ -313,7 +313,7 @@ STEP: list[Mutation] = [
     _STEP(
         name="gradients left over",
         why="The step adds to what .grad held before.",
-        old="        self.optimizer.zero_grad(set_to_none=True)\n        state =",
+        old="        self._zero_gradients()\n        state =",
         new="        state =",
         killed_by=TEST_STEP + "test_grad_is_final_and_not_clipped[None]",
         is_long=True,
@@ -400,8 +400,8 @@ STEP: list[Mutation] = [
     _POLICY(
         name="engine divergence the other way round",
         why="The engine's divergence is estimated with its arguments swapped.",
-        old='kl_estimate(cell.engine_logprobs_N.double(), logprobs_N, "k3")',
-        new='kl_estimate(logprobs_N, cell.engine_logprobs_N.double(), "k3")',
+        old='kl_estimate(cell.engine_logprobs_N.double(), old_N.double(), "k3")',
+        new='kl_estimate(old_N.double(), cell.engine_logprobs_N.double(), "k3")',
         killed_by=TEST_FORMULAS + "test_terms_by_hand[None-terms0-1.0]",
     ),
     _COLLATE(

@@ -129,7 +129,7 @@ def oracle_step(
             if row.ref_logprobs is not None:
                 sums["kl"] += k3(value, float(row.ref_logprobs[t]))
             if row.engine_logprobs is not None:
-                sums["engine_trainer_kl"] += k3(float(row.engine_logprobs[t]), value)
+                sums["engine_trainer_kl"] += k3(float(row.engine_logprobs[t]), old_logprob(row, t, value))
         if terms:
             row_loss = torch.stack(terms).sum()
             loss += float(row_loss.detach())

@@ -29,7 +29,7 @@ from evenstep.config_schema import (
     known_keys,
     options_model,
 )
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, FileFormatError
 from evenstep.plugins import is_own_class
 from evenstep.validation import dotted, nearest, promise, shown
 
@@ -136,7 +136,9 @@ def _with_options(section: OptionsT, name_key: str, sources: Mapping[Key, str]) 
     options = _validated(options_model(options_type, name), section.options, (title,), sources).model_dump()
     try:
         options_type(**options)
-    except ConfigError as error:
+    except FileFormatError:
+        raise  # it names its own file
+    except (ValueError, TypeError) as error:  # a ConfigError, or what the __post_init__ of a user's own class raises
         raise ConfigError(f"{_origin(sources, (title,))}[{title}]: {error}") from None
     return type(section)(**{name_key: name}, **options)
 

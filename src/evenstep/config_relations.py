@@ -39,6 +39,27 @@ def check_relations(config: Config) -> None:
             f"credit.estimator = {credit.estimator!r} compares the rollouts of a group, found "
             f"rollout.num_generations = {rollout.num_generations}, where every advantage is 0; set it to 2 or more"
         )
+    if rollout.drop_zero_spread and rollout.num_generations < 2:
+        problems.append(
+            "rollout.drop_zero_spread compares the rollouts of a group, found rollout.num_generations = 1, where no "
+            "group has spread; set it to 2 or more, or leave drop_zero_spread out"
+        )
+    if rollout.truncated == "mask" and credit.truncated_value == "bootstrap":
+        problems.append(
+            "credit.truncated_value = 'bootstrap' is of truncated rollouts that are trained, found rollout.truncated = "
+            "'mask'; leave one of them out"
+        )
+    if credit.normaliser == "row" and config.compaction.policy != "none" and not credit.allow_row_splits:
+        problems.append(
+            f"credit.normaliser = 'row' depends on how rollouts are split into rows, found compaction.policy = "
+            f"{config.compaction.policy!r}, which splits them; set credit.allow_row_splits = true, or use 'rollout'"
+        )
+    budget = train.score_max_tokens_per_gpu
+    if budget is not None and plan.pad_to_multiple > budget:
+        problems.append(
+            f"plan.pad_to_multiple must fit into train.score_max_tokens_per_gpu, found {plan.pad_to_multiple} and "
+            f"{budget}; lower the first or raise the second"
+        )
     steps = train.windows_per_collection * train.epochs
     if 0 < rollout.max_staleness < steps:
         problems.append(

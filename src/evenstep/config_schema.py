@@ -59,6 +59,15 @@ class RolloutSection(Section):
     max_tokens_per_call: int = Field(ge=1, description="most tokens a call may sample")
     max_calls: int = Field(64, ge=1, description="a rollout with more calls is truncated")
     max_segments: int = Field(16, ge=1, description="a rollout with more segments is truncated")
+    step_timeout_s: float = Field(
+        60.0, gt=0, description="most seconds of one call of the environment; a rollout with a longer one is failed"
+    )
+    timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="most seconds of all calls of the environment in a rollout together, then it is failed; absent: "
+        "any",
+    )
     drop_zero_spread: bool = Field(
         False, description="drop groups whose rewards are all equal, and replace them, before the collection closes"
     )
@@ -111,6 +120,9 @@ class CreditSection(Section):
     normaliser: Literal["token", "rollout", "prompt", "constant", "row"] = Field(
         "token", description="what a token's weight is one divided by, over the whole window"
     )
+    allow_row_splits: bool = Field(
+        False, description="let normaliser `row` weigh rollouts of several rows, whose weight then depends on the split"
+    )
     constant: float | None = Field(None, gt=0, description="per-rollout constant of normaliser `constant`, in tokens")
     gamma: float = Field(1.0, ge=0, le=1, description="`gae`: discount per trained token")
     lam: float = Field(1.0, ge=0, le=1, description="`gae`: λ")
@@ -162,8 +174,10 @@ class TrainSection(Section):
     kl_in: Literal["loss", "reward"] = Field(
         "loss", description="where the KL goes: a term of the loss, or subtracted from the reward before any baseline"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="KL estimate of a token; `k1` in the reward only, because it has no gradient on-policy"
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None,
+        description="KL estimate of a token; absent: `k3` in the loss and `k1` in the reward; `k1` has no gradient "
+        "on-policy",
     )
     importance_cap: float | None = Field(
         None, gt=0, description="truncated importance weight min(cap, exp(old - engine)) on the loss; absent: none"
@@ -256,6 +270,11 @@ class Config(Section):
     @property
     def has_kl_in_reward(self) -> bool:
         return self.train.kl_coef > 0 and self.train.kl_in == "reward"
+
+    @property
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+        """``train.kl_estimator`` with its default decided."""
+        return self.train.kl_estimator or ("k1" if self.has_kl_in_reward else "k3")
 
     @property
     def has_critic(self) -> bool:

@@ -74,10 +74,12 @@ def check_model(config: Config) -> None:
         except ConfigError as error:
             raise ConfigError(str(error).replace("model.path", key)) from None
         most = max_context_tokens(settings)
-        if most is not None and config.model.max_context_tokens > most:
+        # the value after a truncated rollout's last token is read with one token more
+        num_beyond = int(config.has_critic and config.credit.truncated_value == "bootstrap")
+        if most is not None and config.model.max_context_tokens + num_beyond > most:
             raise ConfigError(
-                f"model.max_context_tokens must be at most {most}, the context that {key} = {path!r} was made for, "
-                f"found {config.model.max_context_tokens}; lower it, compaction keeps rollouts within it"
+                f"model.max_context_tokens must be at most {most - num_beyond}, the context that {key} = {path!r} was "
+                f"made for, found {config.model.max_context_tokens}; lower it, compaction keeps rollouts within it"
             )
         problem = balance_problem(settings) if config.train.moe_balance_coef and key == "model.path" else None
         if problem is not None:

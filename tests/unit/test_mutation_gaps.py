@@ -8,18 +8,21 @@
 6. a window without trained tokens does not step, also when a KL term has a coefficient
 7. a window steps when a single one of its rows has an advantage
 8. gspo by rollout: rows of a rollout on two ranks have one ratio
-9. KL in the reward and credit by GAE of a rollout of two rows, and the clipped value loss, by hand
+9. a rollout that the sequence mask rejects sends no gradient, also when the ratio of its tokens overflows
+10. KL in the reward and credit by GAE of a rollout of two rows, and the clipped value loss, by hand
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+import evenstep.train
 import oracle
 from evenstep.credit.rows import credit_by_gae, kl_penalties
 from evenstep.errors import PlanError
@@ -32,7 +35,7 @@ from evenstep.types import Call, Group, Rollout, Row, Window
 from loss_matrix import near_policies
 from ranks import run_ranks
 from step_cases import StepCase, build, run_case, run_cases
-from tiny_models import VOCAB
+from tiny_models import VOCAB, tiny_model
 from tiny_rows import make_rows
 
 
@@ -197,3 +200,21 @@ def test_value_clip_by_hand() -> None:
     assert metrics["value_clip_fraction"].tolist() == [1.0, 0.0, 0.0]
     free_N, _ = value_clip(dataclasses.replace(batch, clip=None))
     assert free_N.tolist() == [0.5, 0.5 * 1.75**2, 4.5]
+
+
+def test_a_rejected_ratio_may_overflow() -> None:
+    rows = [
+        dataclasses.replace(
+            row,
+            advantage=-1.0,
+            old_logprobs=np.full(row.num_tokens, -150.0 if row.rollout_id == "g0/r0" else -3.0),
+            engine_logprobs=np.full(row.num_tokens, -3.0),
+        )
+        for row in make_rows(((1, 1),))
+    ]
+    model = tiny_model(dtype=torch.float32)
+    settings: dict[str, Any] = {"max_tokens_per_gpu": 40, "sequence_mask": (0.5, 2.0)}
+    trainer = evenstep.train.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    metrics = trainer.forward_backward(rows).metrics
+    assert 0 < cast(float, metrics["kept_fraction"]) < 1
+    assert math.isfinite(trainer.optim_step().grad_norm)

@@ -74,7 +74,8 @@ def rollout_advantages(
 ) -> dict[str, float]:
     """One advantage per voting rollout of a window.
 
-    Equal rewards (``max == min``) give exactly 0, and so does a lone voter. Rollouts that do not vote are left out of
+    Equal rewards (``max == min``) give exactly 0, and so does a lone voter; whitening comes after that, and moves these
+    zeros by the window's token-weighted mean as it moves everything else. Rollouts that do not vote are left out of
     the result and of every statistic. Groups are told apart by ``group_id`` alone, so two occurrences of one prompt are
     two groups, and how many rows a rollout has does not matter.
 

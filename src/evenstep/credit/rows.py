@@ -52,8 +52,20 @@ def kl_penalties(rows: Iterable[Row], coef: float, estimator: str) -> dict[Any, 
 
 
 def credit_by_rollout(rows: Iterable[Row], advantages: Mapping[Any, float]) -> list[Row]:
-    """The rows with the advantage of their rollout, at each row's own trained tokens."""
-    return [replace(row, advantage=advantages[row.rollout_id]) for row in rows]
+    """The rows with the advantage of their rollout, at each row's own trained tokens.
+
+    Raises:
+        CreditError: a row whose rollout has none.
+    """
+    credited: list[Row] = []
+    for row in rows:
+        if row.rollout_id not in advantages:
+            raise CreditError(
+                f"row {row.row_id!r}: rollout {row.rollout_id!r} has no advantage; give one for every rollout that has "
+                f"rows, or leave its rows out"
+            )
+        credited.append(replace(row, advantage=advantages[row.rollout_id]))
+    return credited
 
 
 def credit_by_gae(
@@ -136,7 +148,8 @@ def _spread(row: Row, values_M: Float64Array) -> Float64Array:
 def _refuse_forks(rollout: Rollout) -> None:
     previous: int | None = None
     for call in sorted(rollout.calls, key=lambda call: call.order):
-        if call.parent is not None and call.parent != previous:
+        is_apart = call.parent is not None and call.parent != previous
+        if is_apart or call.break_reason == "subagent":
             raise CreditError(
                 f"rollout {rollout.rollout_id!r}: call {call.order} continues call {call.parent}, not the one before "
                 f"it ({previous}); gae needs one order of tokens, so use an estimator by rollout where rollouts fork"

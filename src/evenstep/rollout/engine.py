@@ -131,6 +131,11 @@ class Barrier:
         self._waiting = []
         try:
             completions = self._engine.generate_batch([request for request, _ in batch])
+            if len(completions) != len(batch):
+                raise EngineError(
+                    f"an engine must answer each request of a batch, in order, found {len(completions)} completions "
+                    f"for {len(batch)} requests; correct its generate_batch()"
+                )
         except Exception as error:  # noqa: BLE001 -- every waiting rollout must hear of it, whatever it is
             for _, future in batch:
                 future.set_exception(error)

@@ -144,7 +144,7 @@ class Prompts:
     it runs, and nothing can stop it: it is not put into a thread, because not all checkers may run side by side.
     ``answer``, where a line has one, is the task's right answer in the rollout's ``info``.
 
-    Evaluation plays each held-out prompt once, so ``evaluation.num_tasks`` may be at most their number.
+    Evaluation plays each held-out prompt once, at most ``evaluation.num_tasks`` of them.
     """
 
     Options: ClassVar[type[PromptsOptions]] = PromptsOptions

@@ -184,14 +184,16 @@ class CollectionBuilder:
                 self._pending.append(self._fresh(is_replacement=True))
             elif self._options.on_shortfall == "raise":
                 raise CollectionError(self._shortfall())
+            else:
+                break
 
     def _shortfall(self) -> str:
         listed = "; ".join(f"{group_id} ({reason})" for group_id, reason in list(self.dropped.items())[:4])
         return (
             f"collection {self._collection} closes with {self._num_prompts} groups, found {len(self._fit)} after "
             f"{self._num_replacements} replacements (rollout.max_replacements = {self._options.max_replacements}); "
-            f"{len(self.dropped)} were dropped: {listed}{' …' if len(self.dropped) > 4 else ''}; raise the budget, or "
-            f"set rollout.on_shortfall = 'smaller'"
+            f"{len(self.dropped)} were dropped: {listed}{' …' if len(self.dropped) > 4 else ''}; raise the budget"
+            f"{', or set rollout.on_shortfall = ' + repr('smaller') if self._options.on_shortfall == 'raise' else ''}"
         )
 
     def _with_vote(self, rollout: Rollout) -> Rollout:

@@ -23,7 +23,7 @@ from evenstep.train.window import PreparedWindow
 
 __all__ = ["TokenValues", "ValueObjective", "is_critic", "value_inputs"]
 
-RESERVED = {"value_mean", "return_mean", "value_error", "explained_variance"}
+RESERVED = {"value_mean", "return_mean", "return_square", "value_error", "explained_variance"}
 # options of a policy's loss, which a critic's has no use for
 OF_POLICY = ("dual_clip", "kl_coef", "entropy_coef", "importance_cap", "sequence_mask")
 

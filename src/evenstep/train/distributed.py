@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +40,7 @@ __all__ = [
 
 T = TypeVar("T")
 STATUS_BYTES = 1024  # of a rank's message in `agree`
+DIGEST_BYTES = 16  # of the whole message, in front of it
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -82,8 +84,19 @@ def use_gradient_sums(model: nn.Module) -> None:
     """Undo the averaging over ranks that FSDP2 does by default: the one place where it is undone.
 
     Raises:
-        ConfigError: a group whose gradients are accumulated or reduced in half precision.
+        ConfigError: a model of which only parts are sharded, or a group whose gradients are accumulated or reduced in
+            half precision.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # whoever ran the model before may have left it gathered
+    plain = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if plain or not isinstance(model, FSDPModule):
+        raise ConfigError(
+            f"a sharded model is sharded as a whole, found {len(plain)} parameters that are on every rank "
+            f"({', '.join(plain[:3])}{' …' if len(plain) > 3 else ''}); call fully_shard(model) after its layers, or "
+            f"evenstep.train.shard(model)"
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             policy = module._get_fsdp_state()._mp_policy
@@ -132,7 +145,8 @@ def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def reduce_sums(sums: Mapping[str, float], maxima: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Sum and maximise named float64 scalars over ranks with one collective; names and order must be the same."""
+    """Sum and maximise named float64 scalars over ranks with one collective; every rank has the same names."""
+    sums, maxima = dict(sorted(sums.items())), dict(sorted(maxima.items()))
     local = torch.tensor([*sums.values(), *maxima.values()], dtype=torch.float64)
     table_WX = _all_gather(local).double()
     total = table_WX[:, : len(sums)].sum(0).tolist()
@@ -158,7 +172,9 @@ def agree(what: str, value: str, error: Exception | None = None) -> None:
             raise error
         return
     message = f"={value}" if error is None else f"!{type(error).__name__}: {error}"
-    encoded = message.encode()[:STATUS_BYTES]
+    # what is too long to be sent is compared all the same
+    encoded = blake2b(message.encode(), digest_size=DIGEST_BYTES).hexdigest().encode() + message.encode()
+    encoded = encoded[:STATUS_BYTES]
     buffer = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
     buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     table_WX = _all_gather(buffer).cpu().numpy().astype(np.uint8)
@@ -167,7 +183,7 @@ def agree(what: str, value: str, error: Exception | None = None) -> None:
         raise error
     if len(set(found)) == 1:
         return
-    lines = "\n".join(f"  rank {r}: {text[1:]}" for r, text in enumerate(found))
+    lines = "\n".join(f"  rank {r}: {text[2 * DIGEST_BYTES + 1 :]}" for r, text in enumerate(found))
     raise DistributedError(
         f"every rank must bring the same {what}, and they differ (this is rank {rank}):\n{lines}\n"
         f"give forward_backward the same rows, in the same order and with the same settings, on every rank"
@@ -225,10 +241,12 @@ def rank_zero_first() -> Iterator[None]:
 
 
 def copy_full_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy the weights of a sharded model into a whole one of the same shape, one parameter at a time."""
-    theirs = dict(target.named_parameters(remove_duplicate=False))
+    """Copy what trains of a sharded model into a whole copy of it, one parameter at a time."""
+    theirs = dict(target.named_parameters())
     with torch.no_grad():
-        for name, parameter in source.named_parameters(remove_duplicate=False):
+        for name, parameter in source.named_parameters():
+            if not parameter.requires_grad:
+                continue
             theirs[name].copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep.errors import ConfigError
+
 __all__ = [
     "LOSSES",
     "VALUE_LOSSES",
@@ -21,6 +23,7 @@ __all__ = [
     "cispo",
     "gspo",
     "kl_estimate",
+    "needs_sequence_ratio",
     "ppo_clip",
     "value_clip",
 ]
@@ -68,6 +71,11 @@ def ppo_clip(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     return _clipped(batch.logprobs_N - batch.old_logprobs_N, batch)
 
 
+def needs_sequence_ratio(loss: LossFunction) -> bool:
+    """Whether a loss asks for ``sequence_log_ratio_N``: ``gspo``, and any function with that attribute set to True."""
+    return bool(getattr(getattr(loss, "func", loss), "needs_sequence_ratio", False))
+
+
 def gspo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO clip on the length-normalised ratio of a whole sequence, s = exp(Σ log-ratio / M) (Zheng et al. 2025).
 
@@ -82,6 +90,9 @@ def gspo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
     """
     assert batch.sequence_log_ratio_N is not None
     return _clipped(batch.sequence_log_ratio_N + (batch.logprobs_N - batch.logprobs_N.detach()), batch)
+
+
+gspo.needs_sequence_ratio = True  # type: ignore[attr-defined]
 
 
 def cispo(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -119,6 +130,8 @@ def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, estimator: str) -> T
     >>> round(kl_estimate(torch.tensor([0.0]), torch.tensor([0.1]), "k2").item(), 6)
     0.005
     """
+    if estimator not in ("k2", "k3"):
+        raise ConfigError(f"a KL estimate in the loss is k2 or k3, found {estimator!r}; k1 has no gradient on-policy")
     log_ratio_N = ref_logprobs_N - logprobs_N
     return 0.5 * log_ratio_N**2 if estimator == "k2" else torch.expm1(log_ratio_N) - log_ratio_N
 

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from evenstep.errors import ConfigError
 from evenstep.model_files import PYPI, cached_conversion, find_gguf, model_folder
@@ -42,6 +42,8 @@ def load_critic(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
             this type.
     """
     folder = _folder(path)
+    verbosity = get_verbosity()
+    set_verbosity_error()  # else the new head is reported as missing, which it is meant to be
     try:
         critic, info = AutoModelForTokenClassification.from_pretrained(
             folder, dtype=dtype, local_files_only=True, num_labels=1, output_loading_info=True
@@ -51,6 +53,8 @@ def load_critic(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
             f"critic.path: a model type with a token classifier is needed, and transformers has none for {path!r} "
             f"({str(error)[:120]}); give a backbone of another type, such as Llama or Qwen3"
         ) from error
+    finally:
+        set_verbosity(verbosity)
     with torch.no_grad():
         for name, parameter in critic.named_parameters():
             if name in info["missing_keys"]:

@@ -74,6 +74,14 @@ class StepOptions:
             "compute_dtype": (None, "float32", "bfloat16"),
             "sync": ("last", "each"),
         }
+        for name in ("allow_row_splits", "activation_checkpointing"):
+            if not isinstance(self._value(name), bool):
+                raise ConfigError(f"{name} must be True or False, found {self._value(name)!r}")
+        whole = ("pad_to_multiple", "micro_batch_rows", "logprob_micro_batch_rows", "logprob_chunk_tokens")
+        for name in (*whole, *(() if self.max_tokens_per_gpu is None else ("max_tokens_per_gpu",))):
+            value = self._value(name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, found {value!r}")
         for name, allowed in choices.items():
             if self._value(name) not in allowed:
                 hint = "; k1 has no gradient on-policy" if name == "kl_estimator" else ""
@@ -85,7 +93,10 @@ class StepOptions:
                 f"unknown loss {self.loss!r}; choose one of {', '.join(LOSSES)} (a critic: {', '.join(VALUE_LOSSES)}), "
                 f"or pass a function"
             )
+        if not isinstance(self.loss, str) and not callable(self.loss):
+            raise ConfigError(f"loss must be a name or a function, found {self.loss!r}")
         lowest = {
+            "clip_low": (0.0, True),
             "clip_high": (0.0, True),
             "dual_clip": (1.0, False),
             "kl_coef": (0.0, True),
@@ -95,7 +106,6 @@ class StepOptions:
             "value_clip": (0.0, False),
             "temperature": (0.0, False),
             "max_grad_norm": (0.0, False),
-            "logprob_chunk_tokens": (1, True),
         }
         for name, (limit, inclusive) in lowest.items():
             value = self._value(name)
@@ -105,21 +115,44 @@ class StepOptions:
                 raise ConfigError(f"{name} must be a number, found {value!r}")
             if not math.isfinite(value) or not (value >= limit if inclusive else value > limit):
                 raise ConfigError(f"{name} must be {'at least' if inclusive else 'above'} {limit:g}, found {value}")
-        if not 0 <= self.clip_low < 1:
+        if self.clip_low >= 1:
             raise ConfigError(f"clip_low must be at least 0 and below 1, found {self.clip_low}")
+        if (self.normaliser_constant is None) == (self.normaliser == "constant"):
+            raise ConfigError(
+                f"normaliser_constant belongs to normaliser 'constant' alone, found {self.normaliser_constant} with "
+                f"{self.normaliser!r}; give both or neither"
+            )
         if self.moe_balance_coef and self.loss in VALUE_LOSSES:
             raise ConfigError(
                 f"moe_balance_coef is a term of a policy's loss, found {self.moe_balance_coef} with loss "
                 f"{self.loss!r}; leave it out"
             )
         if self.sequence_mask is not None:
-            low, high = self.sequence_mask
-            if not 0 <= low < 1 < high:
-                raise ConfigError(f"sequence_mask must be (low, high) with 0 <= low < 1 < high, found {(low, high)}")
+            bounds = self.sequence_mask
+            is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
+            if (
+                not is_pair
+                or not all(isinstance(x, (int, float)) for x in bounds)
+                or not 0 <= bounds[0] < 1 < bounds[1]
+            ):
+                raise ConfigError(f"sequence_mask must be (low, high) with 0 <= low < 1 < high, found {bounds!r}")
 
     @property
     def loss_function(self) -> LossFunction:
         return (LOSSES | VALUE_LOSSES)[self.loss] if isinstance(self.loss, str) else self.loss
+
+    @property
+    def window_settings(self) -> dict[str, Any]:
+        """What a prepared window's plan and weights follow from, but for the budget."""
+        names = (
+            "layout",
+            "pad_to_multiple",
+            "micro_batch_rows",
+            "normaliser",
+            "normaliser_constant",
+            "allow_row_splits",
+        )
+        return {name: self._value(name) for name in names}
 
     def describe(self) -> str:
         """All options as text that is equal in every process."""

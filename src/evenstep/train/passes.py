@@ -86,7 +86,7 @@ def credited(window: WindowRows, config: Config, advantages_of: Callable[..., Ma
     coef = train.kl_coef if config.has_kl_in_reward else 0.0
     rollouts, penalties = window.window.rollouts, dict[Any, float]()
     if coef:
-        penalties = kl_penalties(window.rows, coef, train.kl_estimator)
+        penalties = kl_penalties(window.rows, coef, config.kl_estimator)
     if config.has_critic:
         rows = credit_by_gae(
             rollouts,
@@ -95,7 +95,7 @@ def credited(window: WindowRows, config: Config, advantages_of: Callable[..., Ma
             lam=credit.lam,
             terminal_values=window.terminal_values,
             kl_coef=coef,
-            kl_estimator=train.kl_estimator,
+            kl_estimator=config.kl_estimator,
         )
     else:
         rows = credit_by_rollout(window.rows, advantages_of(rollouts, **({"penalties": penalties} if coef else {})))

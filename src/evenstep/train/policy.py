@@ -14,7 +14,7 @@ from evenstep.errors import ConfigError
 from evenstep.train import distributed
 from evenstep.train.collate import Cell
 from evenstep.train.logprobs import TokenLogprobs, cell_logprobs
-from evenstep.train.losses import LOSSES, VALUE_LOSSES, TokenBatch, gspo, kl_estimate
+from evenstep.train.losses import LOSSES, VALUE_LOSSES, TokenBatch, kl_estimate, needs_sequence_ratio
 from evenstep.train.moe import balance_loss, balance_weights, count_tokens, find_routers
 from evenstep.train.options import StepOptions
 from evenstep.train.totals import Terms, refuse_clash
@@ -47,7 +47,7 @@ class PolicyObjective:
     output_name = "logprobs"
 
     def __init__(self, options: StepOptions, model: PreTrainedModel) -> None:
-        if options.loss in VALUE_LOSSES:
+        if options.loss in VALUE_LOSSES or options.loss in VALUE_LOSSES.values():
             raise ConfigError(
                 f"loss {options.loss!r} trains a critic, and the model is a causal LM; choose one of "
                 f"{', '.join(LOSSES)}, or give a token classifier with one label"
@@ -94,7 +94,7 @@ class PolicyObjective:
             run_pass: runs all cells at the current weights without gradient and calls a function with each.
         """
         options, has_old = self._options, "old_logprobs" in window.fields
-        is_rollout_gspo = options.loss_function is gspo and options.ratio_unit == "rollout"
+        is_rollout_gspo = needs_sequence_ratio(options.loss_function) and options.ratio_unit == "rollout"
         is_masked = options.sequence_mask is not None
         current: dict[Hashable, Float64Array] = {}  # row id -> [M] at trained tokens
 
@@ -132,8 +132,13 @@ class PolicyObjective:
         """The losses of a cell's trained tokens, before weighting, and its metrics."""
         options = self._options
         old_N = out.logprobs_N.detach() if cell.old_logprobs_N is None else cell.old_logprobs_N
+        logprobs_N, is_kept_N = out.logprobs_N, None
+        if options.sequence_mask is not None:
+            is_kept_N = self._is_kept(cell, state, options.sequence_mask)
+            # no gradient leaves a rejected token's ratio, also not the 0 * inf of one that overflows
+            logprobs_N = torch.where(is_kept_N, logprobs_N, logprobs_N.detach())
         batch = TokenBatch(
-            logprobs_N=out.logprobs_N,
+            logprobs_N=logprobs_N,
             old_logprobs_N=old_N,
             advantages_N=cell.advantages_N,
             sequence_log_ratio_N=self._sequence_log_ratio(cell, out.logprobs_N.detach() - old_N, state),
@@ -147,8 +152,7 @@ class PolicyObjective:
         if options.importance_cap is not None:
             assert cell.engine_logprobs_N is not None
             losses_N = losses_N * torch.exp(old_N - cell.engine_logprobs_N).clamp(max=options.importance_cap)
-        if options.sequence_mask is not None:
-            is_kept_N = self._is_kept(cell, state, options.sequence_mask)
+        if is_kept_N is not None:
             losses_N = torch.where(is_kept_N, losses_N, 0.0)
             means = {**means, "kept_fraction": is_kept_N}
         if options.kl_coef:
@@ -162,8 +166,9 @@ class PolicyObjective:
         if cell.ref_logprobs_N is not None:
             means["kl"] = kl_estimate(logprobs_N, cell.ref_logprobs_N.double(), "k3")
         if cell.engine_logprobs_N is not None:
-            # tokens were drawn from the engine's distribution, so that one is the first argument
-            means["engine_trainer_kl"] = kl_estimate(cell.engine_logprobs_N.double(), logprobs_N, "k3")
+            # tokens were drawn from the engine's distribution, so that one is the first argument; the other is the
+            # trainer's at the same weights, where it was scored, and not what updates have made of it since
+            means["engine_trainer_kl"] = kl_estimate(cell.engine_logprobs_N.double(), old_N.double(), "k3")
         deviation_N = torch.expm1(logprobs_N - old_N.double()).abs()
         others: dict[str, Tensor] = {}
         if state.balance_weights_LE is not None:
@@ -184,7 +189,7 @@ class PolicyObjective:
         return {"kl": None, "engine_trainer_kl": None} | metrics
 
     def _sequence_log_ratio(self, cell: Cell, log_ratio_N: Tensor, state: WindowState) -> Tensor | None:
-        if self._options.loss_function is not gspo:
+        if not needs_sequence_ratio(self._options.loss_function):
             return None
         if state.log_ratios is not None:
             return _fan_out(cell, state.log_ratios, log_ratio_N)

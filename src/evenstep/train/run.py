@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from evenstep.config import Config
 from evenstep.credit import rollout_advantages
-from evenstep.errors import CollectionError, FileFormatError, NumericsError
+from evenstep.errors import CollectionError, ConfigError, FileFormatError, NumericsError
 from evenstep.files import read_rollouts, write_rollouts
 from evenstep.report.console import Reporter
 from evenstep.rollout.agent import AgentOptions
@@ -76,7 +76,8 @@ def run_training(
         resume: go on from the newest checkpoint of the run folder; rollouts that were generated after it and not yet
             trained are taken from disk.
         reporter: shown to the user by rank 0.
-        credit: advantages of a window's voting rollouts; None: the configured estimator.
+        credit: advantages of a window's voting rollouts, with ``train.kl_in = "reward"`` also given ``penalties``, what
+            each rollout's reward is lowered by; None: the configured estimator.
 
     Raises:
         EvenstepError: see its subclasses; what was finished before stays on disk and can be resumed.
@@ -93,6 +94,11 @@ class _Ahead(NamedTuple):
 
 class _Run:
     def __init__(self, config: Config, reporter: Reporter | None, credit: Credit | None) -> None:
+        if credit is not None and config.has_critic:
+            raise ConfigError(
+                "credit gives advantages by rollout, found credit.estimator = 'gae', which has one per token; leave "
+                "credit out, or set another estimator"
+            )
         self.config = config
         self.credit = credit or partial(rollout_advantages, estimator=config.credit.estimator)
         self.folder = Path(config.run.dir)
@@ -123,6 +129,9 @@ class _Run:
             temperature=config.rollout.temperature,
             max_calls=config.rollout.max_calls,
             max_segments=config.rollout.max_segments,
+            step_timeout_s=config.rollout.step_timeout_s,
+            timeout_s=config.rollout.timeout_s,
+            vocab_size=models.sampler.config.get_text_config().vocab_size,
         )
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -179,9 +188,7 @@ class _Run:
             for index, prepared in enumerate(first_pass):
                 self._phase("train")
                 started = time.perf_counter()
-                metrics = self._train_window(prepared)
-                if epoch == index == 0:
-                    self._check_agreement(metrics)
+                metrics = self._train_window(prepared, is_first=epoch == index == 0)
                 if windows is not None and credited_windows is not None:
                     metrics["kl_penalty_mean"] = credited_windows[index].kl_penalty_mean
                     window = windows[epoch * len(first_pass) + index]
@@ -202,15 +209,17 @@ class _Run:
         """
         deviation, divergence = metrics.get("ratio_max_deviation"), metrics.get("engine_trainer_kl")
         tolerance = RATIO_TOLERANCE[self.config.train.compute_dtype]
-        if self.config.old_logprobs == "scored" and deviation is not None and deviation > tolerance:
-            raise NumericsError(
-                f"window {metrics['window']}: before the first update every ratio must be 1, found a deviation of "
-                f"{deviation:.3g}; scoring and training disagree: look for dropout or a temperature in one pass only"
-            )
         is_fresh = self.config.rollout.max_staleness == 0
+        is_one = self.config.old_logprobs == "scored" or is_fresh
+        if is_one and deviation is not None and deviation > tolerance:
+            raise NumericsError(
+                f"window {self.counters.window}: before the first update every ratio must be 1, found a deviation of "
+                f"{deviation:.3g} from {self.config.old_logprobs} log-probs; the passes disagree: look for dropout or "
+                f"a temperature in one of them only"
+            )
         if is_fresh and divergence is not None and divergence > ENGINE_TOLERANCE:
             raise NumericsError(
-                f"window {metrics['window']}: the engine's log-probs must be the trainer's, found a KL estimate of "
+                f"window {self.counters.window}: the engine's log-probs must be the trainer's, found a KL estimate of "
                 f"{divergence:.3g} per token; the model's cache may not be exact in generation"
             )
 
@@ -320,7 +329,8 @@ class _Run:
         """Say what failed or was dropped, and why; a collection that has nothing to train ends the run."""
         if dropped:
             group_id, reason = next(iter(dropped.items()))
-            self._notice(f"{len(dropped)} groups dropped and {len(self._replaced)} put in; {group_id}: {reason}")
+            num_kept = len(collection.groups)
+            self._notice(f"{len(dropped)} groups were dropped, {num_kept} are trained; {group_id}: {reason}")
         rollouts = collection.rollouts
         failed = [r for r in rollouts if r.status == "failed"]
         if not any(r.calls for r in rollouts):
@@ -377,7 +387,7 @@ class _Run:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def _train_window(self, prepared: PreparedWindow | None) -> dict[str, Any]:
+    def _train_window(self, prepared: PreparedWindow | None, *, is_first: bool) -> dict[str, Any]:
         train = self.config.train
         rate = learning_rate(
             self.counters.optimizer_step,
@@ -391,6 +401,8 @@ class _Run:
             return counters | {"stepped": False, "skip_reason": "no rollout of the window has tokens"}
         set_learning_rate(self.trainer.optimizer, rate)
         result: StepResult = self.trainer.forward_backward(prepared)
+        if is_first:
+            self._check_agreement(result.metrics)
         outcome: StepOutcome = self.trainer.optim_step()
         metrics = result.metrics | self._train_critic(prepared, rate / train.lr)
         step = {"stepped": outcome.stepped, "skip_reason": outcome.skip_reason, "grad_norm": outcome.grad_norm}
@@ -435,10 +447,15 @@ class _Run:
             self._ahead.generation.result()  # both read the sampler's weights
         self.models.refresh_sampler()
         self.engine.weight_version = self.counters.optimizer_step
+        tasks = self._tasks("heldout", options.seed)
+        # of a finite set each task once: twice would count twice in the mean
+        num_tasks = options.num_tasks if tasks.num_tasks is None else min(options.num_tasks, tasks.num_tasks)
+        if num_tasks == 0:
+            return
         mine = asyncio.run(
             evaluate(
-                num_tasks=options.num_tasks,
-                tasks=self._tasks("heldout", options.seed),
+                num_tasks=num_tasks,
+                tasks=tasks,
                 engine=self.engine,
                 renderer=self.renderer,
                 compaction=self.compaction,

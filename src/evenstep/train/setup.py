@@ -134,7 +134,7 @@ def load_models(config: Config) -> Models:
         clip_low=train.clip_low,
         clip_high=train.clip_high,
         kl_coef=kl_coef,
-        kl_estimator=train.kl_estimator if kl_coef else "k3",
+        kl_estimator=config.kl_estimator if kl_coef else "k3",
     )
     return Models(
         policy=trainer,
@@ -175,6 +175,7 @@ def _plan_options(config: Config) -> dict[str, Any]:
         "effort": config.plan.effort,
         "normaliser": config.credit.normaliser,
         "normaliser_constant": config.credit.constant,
+        "allow_row_splits": config.credit.allow_row_splits,
         "temperature": config.rollout.temperature,
         "compute_dtype": config.train.compute_dtype,
         "logprob_chunk_tokens": config.train.logprob_chunk_tokens,

@@ -21,6 +21,7 @@ from evenstep.train import distributed
 from evenstep.train.attention import attention_for
 from evenstep.train.collate import Cell, collate
 from evenstep.train.critic import ValueObjective, is_critic
+from evenstep.train.losses import VALUE_LOSSES
 from evenstep.train.options import StepOptions
 from evenstep.train.policy import PolicyObjective
 from evenstep.train.totals import Totals
@@ -91,6 +92,17 @@ class Scorer:
     """
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        error: EvenstepError | None = None
+        try:
+            self._adopt(model, options)
+        except EvenstepError as found:
+            error = found
+        described = self.options.describe() if error is None else ""
+        # an error on one rank is raised on all of them, where the others would wait in the first collective
+        distributed.agree(f"{type(self).__name__} options", described, error)
+        verify_layout(model, self.options.layout)
+
+    def _adopt(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         unknown = sorted(set(options) - set(StepOptions.__slots__))
         if unknown:
             raise ConfigError(
@@ -102,7 +114,8 @@ class Scorer:
                 "give the model itself, not a DistributedDataParallel wrapper: gradients of replicated parameters are "
                 "summed over ranks once per window, and the wrapper would average them as well; pass model.module"
             )
-        self.options = StepOptions(**options)
+        default: dict[str, Any] = {"loss": next(iter(VALUE_LOSSES))} if is_critic(model) else {}
+        self.options = StepOptions(**(default | options))
         problem = layout_problem(model.config.to_dict(), self.options.layout)
         if problem is not None:
             raise PlanError(f"layout {self.options.layout!r} must keep rows apart, and {problem}; use layout 'padded'")
@@ -112,8 +125,6 @@ class Scorer:
         self.device = parameter.device
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32  # of per-token numbers
         self.is_sharded = distributed.is_sharded(model)
-        distributed.agree(f"{type(self).__name__} options", self.options.describe())
-        verify_layout(model, self.options.layout)
 
     def prepare(
         self,
@@ -164,17 +175,28 @@ class Scorer:
         voters: Mapping[Hashable, Hashable] | None,
         required_fields: Mapping[str, str] | None = None,
     ) -> PreparedWindow:
-        error: EvenstepError | None = None
+        error: Exception | None = None
         window: PreparedWindow | None = None
         try:
-            window = rows if isinstance(rows, PreparedWindow) else self.prepare(rows, voters)
+            window = self._own(rows, voters) if isinstance(rows, PreparedWindow) else self.prepare(rows, voters)
             for name, why in (required_fields or {}).items():
                 if name not in window.fields:
                     raise RowError(f"{why} needs {name} on every row, found none; add them, or leave the option out")
-        except EvenstepError as found:
+        except Exception as found:  # noqa: BLE001 -- raised again, on every rank
             error = found
         distributed.agree("window", window.digest if window is not None else "", error)
         assert window is not None
+        return window
+
+    def _own(self, window: PreparedWindow, voters: object) -> PreparedWindow:
+        """The window, if it was prepared under this object's settings."""
+        if voters is not None:
+            raise ConfigError("a prepared window has its voters already; give them to prepare() instead")
+        if window.settings != self.options.window_settings:
+            raise ConfigError(
+                f"a prepared window must have the settings of the {type(self).__name__} that runs it, found "
+                f"{window.settings} for {self.options.window_settings}; prepare it with this one"
+            )
         return window
 
     def _run_without_gradient(self, window: PreparedWindow, visit: Callable[[Cell, Any], None]) -> None:
@@ -212,19 +234,23 @@ class Trainer(Scorer):
     """
 
     def __init__(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, **options: Any) -> None:
-        # before anything runs: a sharded model hands out gathered parameters after a forward
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        _refuse_foreign(optimizer, self.parameters)
-        _require_master_dtype(model)
-        distributed.use_gradient_sums(model)
-        super().__init__(model, **options)
         self.optimizer = optimizer
+        super().__init__(model, **options)
         if not self.is_sharded:
             distributed.agree("initial parameters", _fingerprint(model))
         if self.options.activation_checkpointing:
             _refuse_training_mode(model)
             model.activation_checkpointing_enable({"use_reentrant": False})
         self._pending: PreparedWindow | None = None
+
+    def _adopt(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
+        super()._adopt(model, options)
+        if self.is_sharded:
+            distributed.use_gradient_sums(model)
+        # before anything runs: a sharded model hands out gathered parameters after a forward
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        _refuse_other_parameters(model, self.optimizer)
+        _require_master_dtype(model)
 
     def forward_backward(
         self, rows: Sequence[Row] | PreparedWindow, voters: Mapping[Hashable, Hashable] | None = None
@@ -250,7 +276,7 @@ class Trainer(Scorer):
             )
         objective = self.objective
         window = self._agreed(rows, voters, objective.required_fields())
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_gradients()
         state = objective.look_ahead(window, lambda visit: self._run_without_gradient(window, visit))
         outputs: dict[Hashable, Tensor] = {}
         totals = Totals()
@@ -297,7 +323,7 @@ class Trainer(Scorer):
         else:
             skip_reason = self.objective.skip_reason(window)
         if skip_reason is None and not torch.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
+            self._zero_gradients()
             raise NumericsError(
                 f"the gradient's norm is {grad_norm} although the loss is finite; weights and optimizer are unchanged; "
                 f"lower the learning rate or look for an overflow in the model"
@@ -309,17 +335,23 @@ class Trainer(Scorer):
                     if parameter.grad is not None:
                         parameter.grad.mul_(scale)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_gradients()
         return StepOutcome(stepped=skip_reason is None, skip_reason=skip_reason, grad_norm=grad_norm)
 
+    def _zero_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
 
-def _refuse_foreign(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    ours = {id(parameter) for parameter in parameters}
+
+def _refuse_other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer must hold just what trains: a gradient that nothing steps would still count in the norm."""
+    trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(id(parameter) in ours for parameter in held):
+    missing = [name for key, name in trained.items() if key not in set(map(id, held))]
+    if missing or not trained:
         raise ConfigError(
-            f"the optimizer must hold the model's trainable parameters, found none of {len(ours)} among its "
-            f"{len(held)}; build it after the model is sharded, from model.parameters()"
+            f"the optimizer must hold the model's trainable parameters, found {len(missing)} of {len(trained)} that "
+            f"are not among its {len(held)} ({', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}); build it "
+            f"after the model is sharded, from model.parameters(), or set requires_grad to False for what shall stay"
         )
 
 

@@ -28,6 +28,13 @@ class Terms:
     others: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
+# metrics of every window
+RESERVED = {
+    *("bad", "loss", "num_voters", "num_rows", "num_fillers", "num_trained_tokens", "num_microbatches"),
+    *("segments_per_rollout_mean", "segments_per_rollout_max", "padding_efficiency", "lockstep_efficiency"),
+}
+
+
 class Totals:
     """Numerators of a rank's metrics over its cells; fillers are in none of them."""
 
@@ -40,6 +47,12 @@ class Totals:
 
     def add(self, cell: Cell, terms: Terms) -> Tensor:
         """Σ weight · loss of a cell, with gradient; its numerators are kept."""
+        for name, values_N in {"a loss": terms.losses_N, **terms.means}.items():
+            if values_N.shape != cell.weights_N.shape:
+                raise ConfigError(
+                    f"a loss function gives one number per trained token, shape {tuple(cell.weights_N.shape)}, found "
+                    f"{name} of shape {tuple(values_N.shape)}; do not average: weights and sums are the caller's"
+                )
         weighted_N = cell.weights_N * terms.losses_N
         loss = weighted_N.sum()
         for term in terms.others.values():
@@ -68,6 +81,7 @@ class Totals:
         Raises:
             NumericsError: an output or loss at a trained token is not finite; names the rows, on every rank.
         """
+        distributed.agree("names of metrics", " ".join(sorted((*self._sums, *self._maxima))))
         local = {name: float(value) for name, value in self._sums.items()} | {"num_fillers": self._num_fillers}
         sums, maxima = distributed.reduce_sums(local, {name: float(value) for name, value in self._maxima.items()})
         if sums.pop("bad") > 0:
@@ -107,7 +121,7 @@ def refuse_clash(means: Mapping[str, Tensor], reserved: Set[str]) -> None:
     Raises:
         ConfigError: names both have.
     """
-    if clash := (reserved | {"bad", "loss", "num_fillers"}) & means.keys():
+    if clash := (reserved | RESERVED) & means.keys():
         raise ConfigError(
             f"a loss function's metrics need names of their own, found {', '.join(sorted(clash))}; evenstep computes "
             f"these itself, so rename them"

@@ -34,6 +34,7 @@ class PreparedWindow:
     segments_per_rollout_max: int
     has_signal: bool  # whether any trained token's advantage is not 0
     fields: tuple[str, ...]  # per-token fields that every row carries
+    settings: Mapping[str, object]  # that its plan and weights follow from
     digest: str  # of the plan, the weights and all rows
 
     def for_rank(self, rank: int) -> PreparedWindow:
@@ -100,6 +101,7 @@ def prepare_window(
         segments_per_rollout_max=max(segments),
         has_signal=any(bool(row.advantages_T.any()) for row in rows),
         fields=fields,
+        settings=options.window_settings,
         digest=_digest(plan, weights_R, rows, fields),
     )
 

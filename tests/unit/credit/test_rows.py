@@ -159,8 +159,8 @@ def test_garbage_at_masked_tokens(garbage: float) -> None:
     assert kl_penalties(dirty, KL_COEF, "k2") == kl_penalties(ROWS, KL_COEF, "k2")
 
 
-def call(order: int, parent: int | None = None) -> Call:
-    return Call(order=order, prompt_ids=(1,), output_ids=(2,), logprobs=(-1.0,), parent=parent, break_reason="subagent")
+def call(order: int, parent: int | None = None, reason: Any = "compaction") -> Call:
+    return Call(order=order, prompt_ids=(1,), output_ids=(2,), logprobs=(-1.0,), parent=parent, break_reason=reason)
 
 
 def test_forks_are_refused() -> None:
@@ -171,6 +171,10 @@ def test_forks_are_refused() -> None:
         credit_by_gae([rollout("a1", calls=fork)], [ROWS[3]])
     with pytest.raises(CreditError, match=r"call 0 continues call 7, not the one before it \(None\)"):
         credit_by_gae([rollout("a1", calls=(call(0, parent=7),))], [ROWS[3]])
+    with pytest.raises(CreditError, match=r"call 1 continues call None, not the one before it \(0\)"):
+        credit_by_gae([rollout("a1", calls=(call(0), call(1, reason="subagent")))], [ROWS[3]])
+    with pytest.raises(CreditError, match=r"row 'a1/s0': rollout 'a1' has no advantage"):
+        credit_by_rollout([ROWS[3]], {"b0": 1.0})
     credit_by_rollout([ROWS[3]], {"a1": 1.0})  # one advantage for all needs no order
 
 

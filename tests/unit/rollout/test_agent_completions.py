@@ -4,6 +4,7 @@
 2. An answer that no engine may give (wrong lengths, no log-probs, NaN, log-probs above 0, ids outside the vocabulary,
    too many tokens, an aborted request, something else altogether) ends the run with what to do, and is never a reward.
 3. An engine's own cancellation is its failure, and ours is not.
+4. A batch with an answer too few or too many ends every rollout of it in the same way.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 import pytest
 
 from evenstep.errors import EngineError
+from evenstep.rollout.engine import Barrier
 from evenstep.rollout.environment import Episode, Score, Start
-from scripted import END, ScriptedEngine, play, played, says
+from scripted import END, ScriptedBatchEngine, ScriptedEngine, play, played, says
 
 
 class OneTurn:
@@ -116,3 +118,24 @@ def test_a_cancellation_is_ours_or_the_engines_failure() -> None:
             await task
 
     asyncio.run(stopped())
+
+
+class Miscounting(ScriptedBatchEngine):
+    def __init__(self, num_answers: int) -> None:
+        super().__init__("ok")
+        self._num_answers = num_answers
+
+    def generate_batch(self, requests: Any) -> list[Any]:
+        return self.answers * self._num_answers
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("num_answers", [0, 2, 4])
+def test_a_batch_with_another_number_of_answers(num_answers: int) -> None:
+    async def run() -> list[Any]:
+        barrier = Barrier(Miscounting(num_answers), [(i,) for i in range(3)])
+        return await asyncio.gather(*(play(OneTurn(), barrier, index=i) for i in range(3)), return_exceptions=True)
+
+    found = asyncio.run(run())
+    assert [type(error) for error in found] == [EngineError] * 3
+    assert f"found {num_answers} completions for 3 requests" in str(found[1])

@@ -65,6 +65,7 @@ def test_its_options_are_checked_like_any_other(tmp_path: Path, monkeypatch: pyt
 
 
 INCOMPLETE = """
+import asyncio
 from dataclasses import dataclass
 from pathlib import PurePath
 from evenstep.rollout.environment import Score, Start
@@ -94,10 +95,23 @@ class Flaky(Blocking):
     def for_task(cls, options, *, seed, split, index):
         if index % 4 == 1:
             raise LookupError(f"no task {index}")
-        return cls()
+        environment = cls()
+        environment.index = index
+        return environment
 
     async def step(self, action):
+        if self.index == 2:
+            await asyncio.sleep(100)
         return None
+
+class Picky(Flaky):
+    @dataclass(frozen=True)
+    class Options:
+        size: int = 0
+
+        def __post_init__(self):
+            if self.size < 3:
+                raise ValueError("size is too small")
 
 class Untyped(Flaky):
     @dataclass(frozen=True)
@@ -118,6 +132,7 @@ def test_a_class_that_is_no_environment_is_refused(tmp_path: Path, monkeypatch: 
     blocking = refusal(path, name="incomplete_environments:Blocking")
     assert "found no classmethod for_task(options, *, seed, split, index), no `async def step`;" in blocking
     assert "must have fields of types that TOML has" in refusal(path, name="incomplete_environments:Untyped", number=3)
+    assert "[environment]: size is too small" in refusal(path, name="incomplete_environments:Picky", size=2)
     assert environment_named("incomplete_environments:Flaky").__name__ == "Flaky"
 
 
@@ -212,11 +227,13 @@ def test_training_with_an_environment_that_fails_now_and_then(tmp_path: Path) ->
         tmp_path / "run",
         "examples/ledger.toml",
         *("--set", "environment.name=incomplete_environments:Flaky", "--set", "evaluation.num_tasks=0"),
+        *("--set", "rollout.step_timeout_s=0.5"),
         PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     )
     assert "LookupError: no task 1" in output
     failed = [rollout for rollout in stored(tmp_path / "run") if rollout.status == "failed"]
-    assert failed
+    reasons = "".join(rollout.status_reason or "" for rollout in failed)
+    assert "environment.step must end within rollout.step_timeout_s = 0.5 seconds" in reasons
     assert all("Traceback" in (rollout.status_reason or "") for rollout in failed)
     # fresh prompts took the place of the groups that failed as a whole
     assert [record["num_voters"] for record in metrics(tmp_path / "run")] == [8, 8]

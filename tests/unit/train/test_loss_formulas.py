@@ -268,7 +268,7 @@ def test_terms_by_hand(temperature: float, terms: dict[str, float], cap: float |
         if cap is not None:
             loss *= min(cap, math.exp(old - engine))
         kls.append(math.exp(ref) - 1 - ref)
-        engine_kls.append(math.exp(-engine) - 1 + engine)
+        engine_kls.append(math.exp(old - engine) - 1 - (old - engine))
         loss += terms.get("kl_coef", 0.0) * kls[-1] - terms.get("entropy_coef", 0.0) * entropy(before, temperature)
         losses.append(loss)
     assert num_clipped == 1  # exp(-0.25) with a negative advantage

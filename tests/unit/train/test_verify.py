@@ -75,8 +75,10 @@ def test_wrong_options_and_optimizers_are_refused() -> None:
         Trainer(model, optimizer, normalizer="token")
     with pytest.raises(ConfigError, match="layout must be one of fixed, padded, packed, found 'banana'"):
         Trainer(model, optimizer, layout="banana")
-    with pytest.raises(ConfigError, match=r"found none of \d+ among its \d+"):
+    with pytest.raises(ConfigError, match=r"found (\d+) of \1 that are not among its \d+"):
         Trainer(model, torch.optim.SGD(tiny_model().parameters()))
+    with pytest.raises(ConfigError, match=r"found 1 of \d+ .*\(lm_head.weight\)"):
+        Trainer(model, torch.optim.SGD(p for n, p in model.named_parameters() if n != "lm_head.weight"))
 
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
