@@ -19,6 +19,7 @@ TRAIN_PACKAGES = ("torch", "transformers", "safetensors")
 CHANGEABLE_ON_RESUME = (
     *("run.dir", "checkpoint.", "evaluation.", "plan.", "train.score_max_tokens_per_gpu"),
     *("rollout.max_attempts_per_prompt", "rollout.max_replacements", "rollout.on_shortfall"),
+    *("rollout.step_timeout_s", "rollout.timeout_s"),
 )
 
 

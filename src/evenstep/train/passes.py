@@ -14,12 +14,13 @@ import numpy as np
 
 from evenstep.config import Config
 from evenstep.credit import credit_by_gae, credit_by_rollout, kl_penalties
-from evenstep.rollout.segments import rows_of
+from evenstep.errors import CreditError
+from evenstep.rollout.segments import rows_of, segmentation_of
 from evenstep.train import distributed
 from evenstep.train.setup import Models
 from evenstep.train.step import Scorer
 from evenstep.train.window import PreparedWindow
-from evenstep.types import Float64Array, Row, Window
+from evenstep.types import Float64Array, Rollout, Row, Window
 
 __all__ = ["WindowRows", "credited", "scored", "ship"]
 
@@ -88,6 +89,9 @@ def credited(window: WindowRows, config: Config, advantages_of: Callable[..., Ma
     if coef:
         penalties = kl_penalties(window.rows, coef, config.kl_estimator)
     if config.has_critic:
+        for rollout in rollouts:
+            if rollout.is_voter:
+                _refuse_branches(rollout)
         rows = credit_by_gae(
             rollouts,
             window.rows,
@@ -101,6 +105,17 @@ def credited(window: WindowRows, config: Config, advantages_of: Callable[..., Ma
         rows = credit_by_rollout(window.rows, advantages_of(rollouts, **({"penalties": penalties} if coef else {})))
     mean = sum(penalties.values()) / max(len(window.voters), 1) if coef else None
     return replace(window, rows=tuple(rows), kl_penalty_mean=mean)
+
+
+def _refuse_branches(rollout: Rollout) -> None:
+    """Refuse gae for calls that make no single sequence, also where it is their ids that say so."""
+    found = segmentation_of(rollout)
+    orders = [order for segment in found.segments for order in segment.call_orders]
+    if "fork" in found.report.num_segments_by_origin or orders != sorted(orders):
+        raise CreditError(
+            f"rollout {rollout.rollout_id!r}: gae needs one order of tokens, found calls that branch (by segment: "
+            f"{orders}); use an estimator by rollout where rollouts fork"
+        )
 
 
 def _pass(scorer: Scorer, windows: Sequence[WindowRows] | None, budget: int | None) -> ByRow | None:
