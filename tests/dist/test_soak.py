@@ -2,7 +2,7 @@
 
 1. every collection closes with exactly its groups, each voting rollout is trained once per epoch, no rollout twice, none lost:
    what is stored is what was trained, dropped or left over
-2. the counts that are printed add up: rollouts, voters, failed, truncated, replaced groups
+2. the counts that are printed add up: rollouts, voters, failed, truncated, replaced groups; so does the index of what is stored
 3. ahead of training or not (``max_staleness``), with groups beyond the collection's carried over
 """
 
@@ -123,6 +123,8 @@ def run(folder: Path, max_staleness: int) -> list[dict[str, Any]]:
 def test_nothing_is_lost(tmp_path: Path, max_staleness: int) -> None:
     windows = run(tmp_path, max_staleness)
     assert len(windows) == NUM_COLLECTIONS * 2 * EPOCHS
+    index = [json.loads(line) for line in (tmp_path / "run" / "collections.jsonl").read_text().splitlines()]
+    assert [line["collection"] for line in index] == list(range(NUM_COLLECTIONS))
     seen: Counter[str] = Counter()
     task, version, carried = 0, 0, list[Rollout]()
     for collection in range(NUM_COLLECTIONS):
@@ -143,6 +145,9 @@ def test_nothing_is_lost(tmp_path: Path, max_staleness: int) -> None:
         ids = {r.rollout_id for r in closed.rollouts}
         assert len(ids) == NUM_GROUPS * NUM_GENERATIONS
         seen.update(ids)
+        assert index[collection]["groups"] == [group.group_id for group in closed.groups]
+        assert index[collection]["dropped"] == builder.dropped
+        assert index[collection]["num_rollouts"] == len(stored)
         left = {r.rollout_id for r in builder.leftovers}
         dropped = {r.rollout_id for r in [*stored, *carried] if r.group_id in builder.dropped}
         assert ids | left | dropped == {r.rollout_id for r in [*stored, *carried]}

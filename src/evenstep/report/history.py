@@ -21,6 +21,7 @@ LOST = (("eval_num_failed", "failed, in no mean"), ("eval_num_truncated", "trunc
 PLACES = (
     ("config.toml", "the resolved configuration"),
     ("metrics.jsonl", "a line per window and evaluation"),
+    ("collections.jsonl", "which groups each collection was made of"),
     ("rollouts", "every rollout, token by token"),
     ("plans", "the plan of every step"),
     ("checkpoints", "to resume"),

@@ -7,7 +7,6 @@ and ships each rank the rows of its own cells. All state is three counters: a ru
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from evenstep.config import Config
 from evenstep.credit import rollout_advantages
-from evenstep.errors import CollectionError, ConfigError, FileFormatError, NumericsError
+from evenstep.errors import CollectionError, ConfigError, NumericsError
 from evenstep.files import read_rollouts, write_rollouts
 from evenstep.report.console import Reporter
 from evenstep.rollout.agent import AgentOptions
@@ -34,6 +33,7 @@ from evenstep.train import distributed
 from evenstep.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from evenstep.train.metrics import METRIC_NAMES, peak_memory_bytes, rollout_metrics
 from evenstep.train.passes import WindowRows, credited, scored, ship
+from evenstep.train.run_folder import RunFolder
 from evenstep.train.schedule import learning_rate, set_learning_rate
 from evenstep.train.setup import load_models
 from evenstep.train.step import StepOutcome, StepResult
@@ -42,10 +42,6 @@ from evenstep.types import Collection, Rollout, Window
 
 __all__ = ["run_training"]
 
-ROLLOUTS = "rollouts"
-PLANS = "plans"
-CHECKPOINTS = "checkpoints"
-METRICS = "metrics.jsonl"
 CRITIC_METRICS = ("value_error", "value_clip_fraction", "explained_variance")
 # exactly 0 on a CPU with a reused plan; in bfloat16 another budget means other shapes and other rounding
 RATIO_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
@@ -101,7 +97,7 @@ class _Run:
             )
         self.config = config
         self.credit = credit or partial(rollout_advantages, estimator=config.credit.estimator)
-        self.folder = Path(config.run.dir)
+        self.files = RunFolder(Path(config.run.dir))
         self.rank, self.num_ranks = distributed.rank_and_size()
         self.reporter = reporter if self.rank == 0 else None
         self.counters = Counters()
@@ -146,7 +142,7 @@ class _Run:
                     "num_parameters": self.models.num_parameters,
                     "num_windows": self.num_windows,
                     "first_window": self.counters.window,
-                    "folder": str(self.folder),
+                    "folder": str(self.files.path),
                     "evaluations": self.evaluations,
                 }
             )
@@ -162,9 +158,9 @@ class _Run:
             if done or self.counters.collection % config.checkpoint.every == 0:
                 self._checkpoint()
         if config.checkpoint.export:
-            self.models.export(self.folder)
+            self.models.export(self.files.path)
         if self.reporter:
-            self.reporter.finish({"folder": str(self.folder), "evaluations": self.evaluations})
+            self.reporter.finish({"folder": str(self.files.path), "evaluations": self.evaluations})
 
     @property
     def num_windows(self) -> int:
@@ -229,7 +225,7 @@ class _Run:
         """Rank 0: the windows of the next collection, all epochs; other ranks: None."""
         train, index = self.config.train, self.counters.collection
         builder = self._builder()
-        path = self.folder / ROLLOUTS / f"collection_{index:06d}.jsonl.gz"
+        path = self.files.collection(index)
         if self.rank == 0:
             builder.add(self._stored(path))
         while slots := distributed.broadcast(builder.missing()):
@@ -245,8 +241,21 @@ class _Run:
             collection = builder.close()
             self._replaced = builder.replaced
             self._report_losses(collection, builder.dropped)
+            self.files.append_index(
+                {
+                    "collection": index,
+                    "file": path.name,
+                    "num_rollouts": len(builder.rollouts),
+                    "num_sampled_tokens": sum(r.num_sampled_tokens for r in builder.rollouts),
+                    "groups": [group.group_id for group in collection.groups],
+                    "dropped": builder.dropped,
+                    "num_carried": len(builder.leftovers),
+                    "first_window": self.counters.window,
+                    "optimizer_step": self.counters.optimizer_step,
+                }
+            )
             if builder.leftovers:
-                write_rollouts(self._carried_path(index + 1), builder.leftovers)
+                write_rollouts(self.files.carried(index + 1), builder.leftovers)
             windows = list(
                 windows_of(
                     collection,
@@ -286,11 +295,8 @@ class _Run:
 
     def _carried(self, collection: int) -> list[Rollout]:
         """Whole groups that the collection before left over; on rank 0."""
-        path = self._carried_path(collection)
+        path = self.files.carried(collection)
         return list(read_rollouts(path)) if self.rank == 0 and path.exists() else []
-
-    def _carried_path(self, collection: int) -> Path:
-        return self.folder / ROLLOUTS / f"carried_{collection:06d}.jsonl.gz"
 
     def _generate_ahead(self) -> None:
         """Begin with the next collection, on the present weights, while this one is trained."""
@@ -376,8 +382,7 @@ class _Run:
         if not window.rows:
             return None
         prepared = self.trainer.prepare(window.rows, window.voters)
-        path = self.folder / PLANS / f"window_{window.window.window:06d}.json"
-        path.write_text(prepared.plan.to_json())
+        self.files.write_plan(window.window.window, prepared.plan.to_json())
         for item in prepared.plan.overlong:
             self._notice(
                 f"row {window.rows[item.row].row_id} has {item.length} tokens, more than the budget of {item.budget}: "
@@ -432,7 +437,7 @@ class _Run:
             "tokens_per_second": num_tokens / seconds,
             "peak_memory_bytes": peak_memory_bytes(),
         }
-        self._append(line)
+        self.files.append_metrics(line)
         if self.reporter:
             self.reporter.window(line)
 
@@ -471,7 +476,7 @@ class _Run:
         result = {"window": self.counters.window, "optimizer_step": self.counters.optimizer_step}
         result |= evaluation_of([rollout for part in parts for rollout in part]).to_json()
         self.evaluations.append(result)
-        self._append(result)
+        self.files.append_metrics(result)
         if self.reporter:
             self.reporter.evaluation(result)
 
@@ -482,13 +487,13 @@ class _Run:
     def _checkpoint(self) -> None:
         self._phase("checkpoint")
         save_checkpoint(
-            self.folder / CHECKPOINTS, self.models.trained, asdict(self.counters), keep=self.config.checkpoint.keep
+            self.files.checkpoints, self.models.trained, asdict(self.counters), keep=self.config.checkpoint.keep
         )
 
     def _open_folder(self, *, resume: bool) -> None:
         """Make the run folder, or go back to its newest checkpoint."""
         # rank 0 chooses, so that no rank can go on from another window than the rest
-        checkpoint = distributed.broadcast(latest_checkpoint(self.folder / CHECKPOINTS) if resume else None)
+        checkpoint = distributed.broadcast(latest_checkpoint(self.files.checkpoints) if resume else None)
         if checkpoint is not None:
             state = load_checkpoint(checkpoint, self.models.trained)
             if state["num_ranks"] != self.num_ranks:
@@ -498,22 +503,8 @@ class _Run:
                 )
             self.counters = Counters(**{name.name: state[name.name] for name in fields(Counters)})
         if self.rank == 0:
-            for name in (ROLLOUTS, PLANS, CHECKPOINTS):
-                (self.folder / name).mkdir(parents=True, exist_ok=True)
-            _write(self.folder / "config.toml", self.config.resolved())
-            self._keep_metrics_before(self.counters.window if resume else 0)
-
-    def _keep_metrics_before(self, window: int) -> None:
-        """Drop the lines of windows that are going to be trained again; written aside, then renamed."""
-        path = self.folder / METRICS
-        records = _read_metrics(path) if path.exists() and window else []
-        kept = [record for record in records if _is_before(record, window)]
-        _write(path, "".join(json.dumps(record) + "\n" for record in kept))
-        self.evaluations = [record for record in kept if "eval_reward_mean" in record]
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        with (self.folder / METRICS).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            config, counters = self.config.resolved(), self.counters
+            self.evaluations = self.files.open(config, window=counters.window, collection=counters.collection)
 
     def _phase(self, name: str) -> None:
         if self.reporter:
@@ -522,31 +513,3 @@ class _Run:
     def _notice(self, text: str) -> None:
         if self.reporter:
             self.reporter.notice(text)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.rename(path)
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last one that a crash cut short is left out."""
-    records: list[dict[str, Any]] = []
-    lines = path.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise FileFormatError(
-                f"{path}, line {number}: a JSON object was expected, found {line.strip()[:60]!r} ({error.msg}); remove "
-                f"the line, or start a new run"
-            ) from error
-    return records
-
-
-def _is_before(record: Mapping[str, Any], window: int) -> bool:
-    # an evaluation at window n was made before window n was trained
-    return record["window"] <= window if "eval_reward_mean" in record else record["window"] < window

@@ -1,0 +1,92 @@
+"""What a run leaves on disk: one folder, whose files only grow or are replaced whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from evenstep.errors import FileFormatError
+
+__all__ = ["RunFolder"]
+
+Record = dict[str, Any]
+
+
+class RunFolder:
+    """The paths and line files of a run; only rank 0 writes.
+
+    ``metrics.jsonl`` has a line per window and evaluation, ``rollouts/index.jsonl`` one per closed collection.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rollouts, self.plans, self.checkpoints = path / "rollouts", path / "plans", path / "checkpoints"
+        self._metrics, self._index = path / "metrics.jsonl", path / "collections.jsonl"
+
+    def open(self, config: str, *, window: int, collection: int) -> list[Record]:
+        """Make the folder, or go back to where ``window`` and ``collection`` begin; the evaluations made till then."""
+        for folder in (self.rollouts, self.plans, self.checkpoints):
+            folder.mkdir(parents=True, exist_ok=True)
+        _write(self.path / "config.toml", config)
+        _keep(self._index, lambda record: record["collection"] < collection)
+        kept = _keep(self._metrics, lambda record: _is_before(record, window))
+        return [record for record in kept if "eval_reward_mean" in record]
+
+    def collection(self, index: int) -> Path:
+        """Every rollout that was generated for a collection, dropped ones too."""
+        return self.rollouts / f"collection_{index:06d}.jsonl.gz"
+
+    def carried(self, index: int) -> Path:
+        """Whole groups that the collection before left over for this one."""
+        return self.rollouts / f"carried_{index:06d}.jsonl.gz"
+
+    def write_plan(self, window: int, plan: str) -> None:
+        (self.plans / f"window_{window:06d}.json").write_text(plan)
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        _append(self._metrics, record)
+
+    def append_index(self, record: Mapping[str, Any]) -> None:
+        _append(self._index, record)
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.rename(path)
+
+
+def _keep(path: Path, is_kept: Callable[[Record], bool]) -> list[Record]:
+    """Drop the lines of what is going to be done again; written aside, then renamed."""
+    kept = [record for record in _read(path) if is_kept(record)] if path.exists() else []
+    _write(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept
+
+
+def _read(path: Path) -> list[Record]:
+    """The lines of a file; a last one that a crash cut short is left out."""
+    records: list[Record] = []
+    lines = path.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise FileFormatError(
+                f"{path}, line {number}: a JSON object was expected, found {line.strip()[:60]!r} ({error.msg}); remove "
+                f"the line, or start a new run"
+            ) from error
+    return records
+
+
+def _is_before(record: Record, window: int) -> bool:
+    # an evaluation at window n was made before window n was trained; the one at window 0 before the run's first
+    return record["window"] <= window if "eval_reward_mean" in record and window else record["window"] < window
