@@ -36,6 +36,31 @@ from evenstep.validation import dotted, nearest, promise, shown
 __all__ = ["Config", "load_config", "parse_override"]
 
 Key = tuple[str, ...]
+# what other trainers call a key
+ELSEWHERE = {
+    "beta": "train.kl_coef",
+    "clip_ratio": "train.clip_low",
+    "clip_ratio_high": "train.clip_high",
+    "clip_ratio_low": "train.clip_low",
+    "cliprange": "train.clip_low",
+    "cliprange_value": "critic.value_clip",
+    "delta": "train.dual_clip",
+    "entropy_coeff": "train.entropy_coef",
+    "epsilon": "train.clip_low",
+    "epsilon_high": "train.clip_high",
+    "gradient_accumulation_steps": "train.rollouts_per_window",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "kl_loss_coef": "train.kl_coef",
+    "learning_rate": "train.lr",
+    "max_completion_length": "rollout.max_tokens_per_call",
+    "max_prompt_length": "model.max_context_tokens",
+    "max_steps": "run.num_collections",
+    "num_iterations": "train.epochs",
+    "per_device_train_batch_size": "plan.max_tokens_per_gpu",
+    "ppo_epochs": "train.epochs",
+    "ppo_max_token_len_per_gpu": "plan.max_tokens_per_gpu",
+    "train_batch_size": "rollout.num_prompts",
+}
 OptionsT = TypeVar("OptionsT", EnvironmentSection, CompactionSection)
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -221,6 +246,8 @@ def _guess(model: type[Section], prefix: Key, key: Key) -> str:
         guess = nearest(key[-1], known)
         hint = f"did you mean `{prefix[0]}.{guess}`? " if guess else ""
         return f"{hint}[{prefix[0]}] takes here: {', '.join(known) or 'no options'}"
+    if key[-1] in ELSEWHERE and len(key) <= 2:
+        return f"here it is `{ELSEWHERE[key[-1]]}`"
     if len(key) == 1:
         owners = [".".join(known) for known in known_keys() if known[1] == key[0]]
         guess = owners[0] if owners else nearest(key[0], Config.model_fields)

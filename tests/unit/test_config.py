@@ -7,6 +7,7 @@
 5. Options of environments and compaction policies are checked like any other key.
 6. Ranks, model files and run folder are checked before torch could be needed.
 7. docs/config.md is what the schema says.
+8. A key that other trainers call by another name is told by its name here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.config import Config, load_config, parse_override
+from evenstep.config import ELSEWHERE, Config, load_config, parse_override
 from evenstep.config_schema import known_keys
 from evenstep.errors import ConfigError
 from evenstep.model_files import model_settings
@@ -117,7 +118,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override, expected",
     [
-        ("train.beta=1", ["unknown key `train.beta`", "did you mean `train.betas`?"]),
+        ("train.bates=1", ["unknown key `train.bates`", "did you mean `train.betas`?"]),
         ("plan.max_token_per_gpu=1", ["did you mean `plan.max_tokens_per_gpu`?"]),
         ("train.max_tokens_per_gpu=1", ["did you mean `plan.max_tokens_per_gpu`?"]),  # right name, other section
         ("train.zzz=1", ["unknown key `train.zzz`", "[train] has: rollouts_per_window"]),
@@ -504,3 +505,12 @@ def test_docs_are_what_the_schema_says() -> None:
 
 def test_every_key_has_a_meaning() -> None:
     assert [key for key, field in known_keys().items() if not field.description] == []
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_names_of_other_trainers(base: Path, name: str) -> None:
+    section, key = ELSEWHERE[name].split(".")
+    assert (section, key) in known_keys()
+    assert ("train", name) not in known_keys()
+    with pytest.raises(ConfigError, match=rf"unknown key `train.{name}`; here it is `{section}.{key}`"):
+        load_config([base], [f"train.{name}=1"])
