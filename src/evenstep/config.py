@@ -246,8 +246,9 @@ def _guess(model: type[Section], prefix: Key, key: Key) -> str:
         guess = nearest(key[-1], known)
         hint = f"did you mean `{prefix[0]}.{guess}`? " if guess else ""
         return f"{hint}[{prefix[0]}] takes here: {', '.join(known) or 'no options'}"
-    if key[-1] in ELSEWHERE and len(key) <= 2:
-        return f"here it is `{ELSEWHERE[key[-1]]}`"
+    elsewhere = next((ELSEWHERE[name] for name in key[:2] if name in ELSEWHERE), None)
+    if elsewhere is not None:
+        return f"here it is `{elsewhere}`"
     if len(key) == 1:
         owners = [".".join(known) for known in known_keys() if known[1] == key[0]]
         guess = owners[0] if owners else nearest(key[0], Config.model_fields)
