@@ -254,8 +254,7 @@ class _Run:
                     "optimizer_step": self.counters.optimizer_step,
                 }
             )
-            if builder.leftovers:
-                write_rollouts(self.files.carried(index + 1), builder.leftovers)
+            self.files.write_carried(index + 1, builder.leftovers)
             windows = list(
                 windows_of(
                     collection,
@@ -289,14 +288,9 @@ class _Run:
                 max_replacements=rollout.max_replacements,
                 on_shortfall=rollout.on_shortfall,
             ),
-            carried=self._carried(collection),
+            carried=self.files.read_carried(collection) if self.rank == 0 else (),
             weight_versions=range(max(0, oldest), version + 1),
         )
-
-    def _carried(self, collection: int) -> list[Rollout]:
-        """Whole groups that the collection before left over; on rank 0."""
-        path = self.files.carried(collection)
-        return list(read_rollouts(path)) if self.rank == 0 and path.exists() else []
 
     def _generate_ahead(self) -> None:
         """Begin with the next collection, on the present weights, while this one is trained."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from evenstep.errors import FileFormatError
+from evenstep.files import read_rollouts, write_rollouts
+from evenstep.types import Rollout
 
 __all__ = ["RunFolder"]
 
@@ -38,8 +40,19 @@ class RunFolder:
         """Every rollout that was generated for a collection, dropped ones too."""
         return self.rollouts / f"collection_{index:06d}.jsonl.gz"
 
-    def carried(self, index: int) -> Path:
+    def read_carried(self, index: int) -> list[Rollout]:
         """Whole groups that the collection before left over for this one."""
+        path = self._carried(index)
+        return list(read_rollouts(path)) if path.exists() else []
+
+    def write_carried(self, index: int, rollouts: Sequence[Rollout]) -> None:
+        """Leave these for collection ``index``, and nothing else: what an interrupted run had left is now trained."""
+        if rollouts:
+            write_rollouts(self._carried(index), rollouts)
+        else:
+            self._carried(index).unlink(missing_ok=True)
+
+    def _carried(self, index: int) -> Path:
         return self.rollouts / f"carried_{index:06d}.jsonl.gz"
 
     def write_plan(self, window: int, plan: str) -> None:
