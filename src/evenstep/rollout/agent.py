@@ -12,13 +12,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-import numpy as np
-
-from evenstep.errors import ConfigError, EngineError, EvenstepError, StateError
-from evenstep.file_lines import MAX_LOGPROB
+from evenstep.errors import ConfigError, EvenstepError, StateError
+from evenstep.rollout.calls import is_asked_to_stop, recorded_call
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.compaction import Compaction, Context, Guard
-from evenstep.rollout.engine import Completion, Engine, Request, RolloutKey
+from evenstep.rollout.engine import Engine, RolloutKey
 from evenstep.rollout.environment import Environment, Episode, Score, Start
 from evenstep.types import BreakReason, Call, Rollout, Sampling, Status
 
@@ -109,97 +107,20 @@ class _Recorder:
         sampling = Sampling(
             temperature=self.options.temperature, max_tokens=max_tokens, seed=self.identity.seed_of_call(order)
         )
-        request = Request(prompt_ids=prompt_ids, sampling=sampling, rollout_key=self.identity.key)
-        where = f"rollout {self.identity.rollout_id}, call {order}"
-        try:
-            completion = await self.engine.generate(request)
-        except EvenstepError:
-            raise
-        except (
-            Exception,
-            asyncio.CancelledError,
-        ) as error:  # an engine's failure must never pass for the environment's
-            if _is_asked_to_stop(error):
-                raise
-            raise EngineError(
-                f"{where}: the engine failed with {type(error).__name__}: "
-                f"{error}; what is finished is on disk, go on with --resume once the cause is gone"
-            ) from error
-        completion = _checked_completion(completion, where, max_tokens=max_tokens, vocab_size=self.options.vocab_size)
-        self.calls.append(
-            Call(
-                order=order,
-                prompt_ids=prompt_ids,
-                output_ids=completion.output_ids,
-                logprobs=completion.logprobs,
-                parent=order - 1 if order else None,
-                weight_version=completion.weight_version,
-                sampling=sampling,
-                break_reason=self.break_reason,
-                finish_reason=completion.finish_reason,
-            )
+        call = await recorded_call(
+            self.engine,
+            order=order,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            rollout_id=self.identity.rollout_id,
+            rollout_key=self.identity.key,
+            vocab_size=self.options.vocab_size,
+            parent=order - 1 if order else None,
+            break_reason=self.break_reason,
         )
+        self.calls.append(call)
         self.break_reason = None
-        return completion.output_ids
-
-
-def _is_asked_to_stop(error: BaseException) -> bool:
-    """Whether this is the cancellation of the present task, and not one that foreign code let escape."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
-
-
-def _checked_completion(found: Any, where: str, *, max_tokens: int, vocab_size: int | None) -> Completion:
-    """What an engine answered, in plain integers and floats.
-
-    Raises:
-        EngineError: it is not what every engine promises; trained on, it would be a wrong step and not a wrong answer.
-    """
-
-    def refuse(promise: str, what: str, fix: str) -> EngineError:
-        return EngineError(f"{where}: an engine must answer with {promise}, found {what}; {fix}")
-
-    if not isinstance(found, Completion):
-        raise refuse("a Completion", type(found).__name__, "return one from the engine's generate()")
-    ids_T = np.asarray(found.output_ids)
-    if ids_T.ndim != 1 or (ids_T.size and ids_T.dtype.kind not in "iu"):
-        raise refuse("a list of token ids", f"{found.output_ids!r:.60}", "ask the server for ids, never for text")
-    if ids_T.size > max_tokens:
-        raise refuse(f"at most the {max_tokens} tokens it was asked for", f"{ids_T.size}", "pass max_tokens on to it")
-    if ids_T.size and ids_T.min() < 0:
-        raise refuse("ids that are at least 0", f"id {ids_T.min()}", "look for a padding id in its output")
-    if ids_T.size and vocab_size is not None and ids_T.max() >= vocab_size:
-        raise refuse(
-            f"ids of the trained model's vocabulary, below {vocab_size}",
-            f"id {ids_T.max()}",
-            "it serves another model: start it with the files of model.path",
-        )
-    given: Any = found.logprobs
-    has_none = given is None or (ids_T.size > 0 and len(given) == 0)
-    logprobs_T = np.asarray([] if has_none else given)
-    if has_none or logprobs_T.dtype.kind not in "iuf":
-        raise refuse(
-            "a log-prob for each token",
-            "none" if has_none else f"{given!r:.60}",
-            "switch on the log-probs of sampled tokens in its server",
-        )
-    if logprobs_T.shape != ids_T.shape:
-        raise refuse(
-            "one log-prob for each token",
-            f"{logprobs_T.size} for {ids_T.size} tokens",
-            "take both from the same choice of the same response, without the prompt's",
-        )
-    is_wrong_T = ~np.isfinite(logprobs_T) | (logprobs_T > MAX_LOGPROB)
-    if is_wrong_T.any():
-        at = int(np.flatnonzero(is_wrong_T)[0])
-        raise refuse(
-            "log-probs that are finite and at most 0",
-            f"{logprobs_T[at]} at output token {at}",
-            "give natural logarithms of the probabilities that it sampled from",
-        )
-    if found.finish_reason not in ("stop", "length"):
-        raise refuse("finish_reason 'stop' or 'length'", f"{found.finish_reason!r}", "do not pass on aborted requests")
-    return replace(found, output_ids=tuple(ids_T.tolist()), logprobs=tuple(logprobs_T.astype(np.float64).tolist()))
+        return call.output_ids
 
 
 @dataclass(slots=True, kw_only=True)
@@ -245,7 +166,7 @@ class _Supervised:
                 promise += f" (stopped {late_s:.3g} late: another environment blocks, or this one's clean-up is slow)"
             raise TimeoutError(f"{promise}; it was stopped, the lines above say where it waited") from error
         except BaseException as error:
-            if isinstance(error, Exception | KeyboardInterrupt | GeneratorExit) or _is_asked_to_stop(error):
+            if isinstance(error, Exception | KeyboardInterrupt | GeneratorExit) or is_asked_to_stop(error):
                 raise
             raise RuntimeError(f"environment.{name} raised {type(error).__name__}: {error}") from error
         finally:

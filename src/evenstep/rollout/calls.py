@@ -1,0 +1,118 @@
+"""One model call: an engine is asked, its answer is checked, and a `Call` keeps both exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from evenstep.errors import EngineError, EvenstepError
+from evenstep.file_lines import MAX_LOGPROB
+from evenstep.rollout.engine import Completion, Engine, Request, RolloutKey
+from evenstep.types import BreakReason, Call, Sampling
+
+__all__ = ["checked_completion", "is_asked_to_stop", "recorded_call"]
+
+
+async def recorded_call(
+    engine: Engine,
+    *,
+    order: int,
+    prompt_ids: tuple[int, ...],
+    sampling: Sampling,
+    rollout_id: str,
+    rollout_key: RolloutKey,
+    vocab_size: int | None,
+    parent: int | None,
+    break_reason: BreakReason | None,
+) -> Call:
+    """Make one call, whose output has at most ``sampling.max_tokens`` tokens of a vocabulary of ``vocab_size``.
+
+    Raises:
+        EngineError: the engine failed, whatever it raised, or answered with what no engine may.
+    """
+    where = f"rollout {rollout_id}, call {order}"
+    try:
+        found = await engine.generate(Request(prompt_ids=prompt_ids, sampling=sampling, rollout_key=rollout_key))
+    except EvenstepError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:  # an engine's failure must never pass for the environment's
+        if is_asked_to_stop(error):
+            raise
+        raise EngineError(
+            f"{where}: the engine failed with {type(error).__name__}: "
+            f"{error}; what is finished is on disk, go on with --resume once the cause is gone"
+        ) from error
+    completion = checked_completion(found, where, max_tokens=sampling.max_tokens, vocab_size=vocab_size)
+    return Call(
+        order=order,
+        prompt_ids=prompt_ids,
+        output_ids=completion.output_ids,
+        logprobs=completion.logprobs,
+        parent=parent,
+        weight_version=completion.weight_version,
+        sampling=sampling,
+        break_reason=break_reason,
+        finish_reason=completion.finish_reason,
+    )
+
+
+def is_asked_to_stop(error: BaseException) -> bool:
+    """Whether this is the cancellation of the present task, and not one that foreign code let escape."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def checked_completion(found: Any, where: str, *, max_tokens: int | None, vocab_size: int | None) -> Completion:
+    """What an engine answered, in plain integers and floats.
+
+    Raises:
+        EngineError: it is not what every engine promises; trained on, it would be a wrong step and not a wrong answer.
+    """
+
+    def refuse(promise: str, what: str, fix: str) -> EngineError:
+        return EngineError(f"{where}: an engine must answer with {promise}, found {what}; {fix}")
+
+    if not isinstance(found, Completion):
+        raise refuse("a Completion", type(found).__name__, "return one from the engine's generate()")
+    ids_T = np.asarray(found.output_ids)
+    if ids_T.ndim != 1 or (ids_T.size and ids_T.dtype.kind not in "iu"):
+        raise refuse("a list of token ids", f"{found.output_ids!r:.60}", "ask the server for ids, never for text")
+    if max_tokens is not None and ids_T.size > max_tokens:
+        raise refuse(f"at most the {max_tokens} tokens it was asked for", f"{ids_T.size}", "pass max_tokens on to it")
+    if ids_T.size and ids_T.min() < 0:
+        raise refuse("ids that are at least 0", f"id {ids_T.min()}", "look for a padding id in its output")
+    if ids_T.size and vocab_size is not None and ids_T.max() >= vocab_size:
+        raise refuse(
+            f"ids of the trained model's vocabulary, below {vocab_size}",
+            f"id {ids_T.max()}",
+            "it serves another model: start it with the files of model.path",
+        )
+    given: Any = found.logprobs
+    has_none = given is None or (ids_T.size > 0 and len(given) == 0)
+    logprobs_T = np.asarray([] if has_none else given)
+    if has_none or logprobs_T.dtype.kind not in "iuf":
+        raise refuse(
+            "a log-prob for each token",
+            "none" if has_none else f"{given!r:.60}",
+            "switch on the log-probs of sampled tokens in its server",
+        )
+    if logprobs_T.shape != ids_T.shape:
+        raise refuse(
+            "one log-prob for each token",
+            f"{logprobs_T.size} for {ids_T.size} tokens",
+            "take both from the same choice of the same response, without the prompt's",
+        )
+    is_wrong_T = ~np.isfinite(logprobs_T) | (logprobs_T > MAX_LOGPROB)
+    if is_wrong_T.any():
+        at = int(np.flatnonzero(is_wrong_T)[0])
+        raise refuse(
+            "log-probs that are finite and at most 0",
+            f"{logprobs_T[at]} at output token {at}",
+            "give natural logarithms of the probabilities that it sampled from",
+        )
+    if found.finish_reason not in ("stop", "length"):
+        raise refuse("finish_reason 'stop' or 'length'", f"{found.finish_reason!r}", "do not pass on aborted requests")
+    return replace(found, output_ids=tuple(ids_T.tolist()), logprobs=tuple(logprobs_T.astype(np.float64).tolist()))
