@@ -1,0 +1,258 @@
+"""Filling collections in a run: which rollouts are generated, on which weights, and what is on disk before they count.
+
+Every rank generates its share of a collection; rank 0 gathers the rollouts, writes them to disk, and closes the
+collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from evenstep.config import Config
+from evenstep.errors import CollectionError
+from evenstep.files import read_rollouts, write_rollouts
+from evenstep.rollout.agent import AgentOptions
+from evenstep.rollout.ahead import Ahead
+from evenstep.rollout.chat import ChatRenderer, ChatTokenizer
+from evenstep.rollout.collector import Slot, generate_rollouts, windows_of
+from evenstep.rollout.compaction import compaction_named
+from evenstep.rollout.environment import TaskSource
+from evenstep.rollout.evaluate import evaluate, evaluation_of
+from evenstep.rollout.refill import CollectionBuilder, RefillOptions
+from evenstep.train import distributed
+from evenstep.train.engines import policy_engine
+from evenstep.train.run_folder import RunFolder
+from evenstep.train.setup import Models
+from evenstep.types import Collection, Rollout, Window
+
+__all__ = ["Collector", "Counters"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """All that a resume needs besides weights and moments."""
+
+    collection: int = 0  # collections trained
+    window: int = 0  # windows trained, each epoch's pass counted
+    optimizer_step: int = 0  # of them, those that moved the weights
+    task: int = 0  # tasks drawn
+
+
+class _Ahead(NamedTuple):
+    """A generation that is under way on this rank."""
+
+    slots: tuple[Slot, ...]  # of all ranks
+    generation: Ahead[list[Rollout]]
+
+
+class Collector:
+    """The collections of a run, one after the other; every rank makes one and calls the same methods.
+
+    Args:
+        config: of the run.
+        models: whose policy generates.
+        files: the run's folder.
+        notice: shows a line to the user.
+    """
+
+    def __init__(self, config: Config, models: Models, files: RunFolder, notice: Callable[[str], None]) -> None:
+        self._config, self._files, self._notice = config, files, notice
+        self._rank, self._num_ranks = distributed.rank_and_size()
+        self._ahead: _Ahead | None = None
+        # groups of the last collection that stand in for dropped ones
+        self.replaced: frozenset[str] = frozenset()
+        self._compaction = compaction_named(config.compaction.policy, **config.compaction.options)
+        self._renderer = ChatRenderer(cast(ChatTokenizer, models.tokenizer))
+        self._source = policy_engine(config, models, self._renderer)
+        self._agent_options = AgentOptions(
+            max_context_tokens=config.model.max_context_tokens,
+            max_tokens_per_call=config.rollout.max_tokens_per_call,
+            temperature=config.rollout.temperature,
+            max_calls=config.rollout.max_calls,
+            max_segments=config.rollout.max_segments,
+            step_timeout_s=config.rollout.step_timeout_s,
+            timeout_s=config.rollout.timeout_s,
+            vocab_size=models.sampler.config.get_text_config().vocab_size,
+        )
+
+    def collect(self, counters: Counters) -> list[Window] | None:
+        """Rank 0: the windows of the next collection, all epochs; other ranks: None. ``counters.task`` advances.
+
+        Raises:
+            CollectionError: it cannot close with the rollouts that it needs, or none of them made a call.
+            EngineError: a call cannot be served.
+        """
+        train, index = self._config.train, counters.collection
+        builder = self._builder(counters)
+        path = self._files.collection(index)
+        if self._rank == 0:
+            builder.add(self._stored(path, counters))
+        while slots := distributed.broadcast(builder.missing()):
+            parts = distributed.gather(self._generated(slots, counters))
+            if parts is not None:
+                found = [r for part in parts for r in part]
+                # written before anything is decided, so that a budget that is spent costs no rollout
+                write_rollouts(path, [*builder.rollouts, *found])
+                builder.add(found)
+        counters.task = distributed.broadcast(counters.task + builder.num_tasks)
+        windows = None
+        if self._rank == 0:
+            collection = builder.close()
+            self.replaced = builder.replaced
+            self._report_losses(collection, builder.dropped)
+            self._files.append_index(
+                {
+                    "collection": index,
+                    "file": path.name,
+                    "num_rollouts": len(builder.rollouts),
+                    "num_sampled_tokens": sum(r.num_sampled_tokens for r in builder.rollouts),
+                    "groups": [group.group_id for group in collection.groups],
+                    "dropped": builder.dropped,
+                    "num_carried": len(builder.leftovers),
+                    "first_window": counters.window,
+                    "optimizer_step": counters.optimizer_step,
+                }
+            )
+            self._files.write_carried(index + 1, builder.leftovers)
+            windows = list(
+                windows_of(
+                    collection,
+                    rollouts_per_window=train.rollouts_per_window,
+                    epochs=train.epochs,
+                    first_window=counters.window,
+                    num_windows=train.windows_per_collection,
+                )
+            )
+        if self._config.rollout.max_staleness and index + 1 < self._config.run.num_collections:
+            self._generate_ahead(counters)
+        return windows
+
+    def evaluate(self, counters: Counters) -> dict[str, Any] | None:
+        """Rank 0: what the present policy scores on held-out tasks, for ``metrics.jsonl``; None without any."""
+        options = self._config.evaluation
+        if self._ahead is not None:
+            self._ahead.generation.result()  # both read the sampler's weights
+        self._update_weights(counters)
+        tasks = self._tasks("heldout", options.seed)
+        # of a finite set each task once: twice would count twice in the mean
+        num_tasks = options.num_tasks if tasks.num_tasks is None else min(options.num_tasks, tasks.num_tasks)
+        if num_tasks == 0:
+            return None
+        mine = asyncio.run(
+            evaluate(
+                num_tasks=num_tasks,
+                tasks=tasks,
+                engine=self._source.engine,
+                renderer=self._renderer,
+                compaction=self._compaction,
+                options=self._agent_options,
+                batch_rollouts=self._config.rollout.generation_batch_rollouts,
+                rank=self._rank,
+                num_ranks=self._num_ranks,
+            )
+        )
+        parts = distributed.gather(mine)
+        if parts is None:
+            return None
+        result: dict[str, Any] = {"window": counters.window, "optimizer_step": counters.optimizer_step}
+        return result | evaluation_of([rollout for part in parts for rollout in part]).to_json()
+
+    # --- generation -----------------------------------------------------------------------------------------------
+
+    def _update_weights(self, counters: Counters) -> None:
+        """Give the engine the policy's present weights; nothing generates at this moment, so they may change."""
+        self._source.update_weights(counters.optimizer_step)
+
+    def _builder(self, counters: Counters, *, num_ahead: int = 0) -> CollectionBuilder:
+        """Of the present collection, or of one that is still to come."""
+        rollout, collection = self._config.rollout, counters.collection + num_ahead
+        version = counters.optimizer_step
+        train = self._config.train
+        # what will be stale once the windows before it are trained is not counted on
+        oldest = version - rollout.max_staleness + num_ahead * train.windows_per_collection * train.epochs
+        return CollectionBuilder(
+            collection=collection,
+            num_prompts=rollout.num_prompts,
+            num_generations=rollout.num_generations,
+            first_task=counters.task,
+            options=RefillOptions(
+                drop_zero_spread=rollout.drop_zero_spread,
+                truncated=rollout.truncated,
+                num_extra_prompts=rollout.num_extra_prompts,
+                max_attempts_per_prompt=rollout.max_attempts_per_prompt,
+                max_replacements=rollout.max_replacements,
+                on_shortfall=rollout.on_shortfall,
+            ),
+            carried=self._files.read_carried(collection) if self._rank == 0 else (),
+            weight_versions=range(max(0, oldest), version + 1),
+        )
+
+    def _generate_ahead(self, counters: Counters) -> None:
+        """Begin with the next collection, on the present weights, while this one is trained."""
+        slots = distributed.broadcast(self._builder(counters, num_ahead=1).missing())
+        self._ahead = self._start(slots, counters)
+
+    def _generated(self, slots: tuple[Slot, ...], counters: Counters) -> list[Rollout]:
+        """This rank's share of the slots: begun while the last collection was trained, or now."""
+        if self._ahead is not None:
+            found, asked, self._ahead = self._ahead.generation.result(), self._ahead.slots, None
+            if asked == slots:
+                return found
+        return self._start(slots, counters).generation.result()
+
+    def _start(self, slots: tuple[Slot, ...], counters: Counters) -> _Ahead:
+        self._update_weights(counters)
+        return _Ahead(slots, Ahead(self._generate(slots)))
+
+    async def _generate(self, slots: Sequence[Slot]) -> list[Rollout]:
+        """This rank's share."""
+        return await generate_rollouts(
+            slots,
+            tasks=self._tasks("train", self._config.run.seed),
+            engine=self._source.engine,
+            renderer=self._renderer,
+            compaction=self._compaction,
+            options=self._agent_options,
+            run_seed=self._config.run.seed,
+            batch_rollouts=self._config.rollout.generation_batch_rollouts,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+        )
+
+    def _tasks(self, split: Any, seed: int) -> TaskSource:
+        config = self._config
+        return TaskSource(name=config.environment.name, options=config.environment_options, seed=seed, split=split)
+
+    # --- what was kept --------------------------------------------------------------------------------------------
+
+    def _report_losses(self, collection: Collection, dropped: Mapping[str, str]) -> None:
+        """Say what failed or was dropped, and why; a collection that has nothing to train ends the run."""
+        if dropped:
+            group_id, reason = next(iter(dropped.items()))
+            num_kept = len(collection.groups)
+            self._notice(f"{len(dropped)} groups were dropped, {num_kept} are trained; {group_id}: {reason}")
+        rollouts = collection.rollouts
+        failed = [r for r in rollouts if r.status == "failed"]
+        if not any(r.calls for r in rollouts):
+            first = next((r for r in rollouts if r.status_reason), rollouts[0])
+            raise CollectionError(
+                f"collection {collection.collection}: none of {len(rollouts)} rollouts made a call that can be trained "
+                f"({len(failed)} failed); {first.rollout_id} says: {first.status_reason}"
+            )
+        if failed:
+            reason = (failed[0].status_reason or "").strip().splitlines()[-1:]
+            self._notice(f"{len(failed)} of {len(rollouts)} rollouts failed; {failed[0].rollout_id}: {''.join(reason)}")
+
+    def _stored(self, path: Path, counters: Counters) -> list[Rollout]:
+        """Rollouts of this collection that an interrupted run left behind, sampled by these very weights."""
+        found = list(read_rollouts(path)) if path.exists() else []
+        oldest = counters.optimizer_step - self._config.rollout.max_staleness
+        versions = [r.weight_version for r in found if r.weight_version is not None]
+        if any(not oldest <= version <= counters.optimizer_step for version in versions):
+            self._notice(f"{path.name}: sampled by other weights, generated again")
+            return []
+        return found
