@@ -641,9 +641,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
 }
 OFF = {
-    "gae": set[str](),
-    "engine": {"kept_fraction", "kl", "kl_penalty_mean"},
-    "plain": {"kept_fraction", "kl", "kl_penalty_mean"},
+    "gae": {"moe_balance"},
+    "engine": {"kept_fraction", "kl", "kl_penalty_mean", "moe_balance"},
+    "plain": {"kept_fraction", "kl", "kl_penalty_mean", "moe_balance"},
 }
 OF_CRITIC = {"critic_loss", "critic_grad_norm", "value_error", "value_clip_fraction", "explained_variance"}
 
