@@ -5,6 +5,7 @@ from evenstep.plan.build import reuse_plan
 from evenstep.plan.cost import CostModel
 from evenstep.plan.measure import PlanStats
 from evenstep.plan.planner import plan_step
+from evenstep.plan.prefixes import SharedPrefixes, shared_prefixes
 from evenstep.plan.refine import refine_plan
 from evenstep.plan.request import Request
 from evenstep.plan.step_plan import Cells, Overlong, StepPlan
@@ -16,9 +17,11 @@ __all__ = [
     "Overlong",
     "PlanStats",
     "Request",
+    "SharedPrefixes",
     "StepPlan",
     "lower_bounds",
     "plan_step",
     "refine_plan",
     "reuse_plan",
+    "shared_prefixes",
 ]

@@ -39,6 +39,10 @@ def fewest_cells(problem: Problem, positions: Int64Array | None = None) -> int:
     if capacity is None:
         return by_rows
     alone = int(np.searchsorted(-widths, -capacity, side="left"))
+    if problem.trie is not None and problem.trie.is_shared:
+        rows = np.arange(problem.num_rows) if positions is None else positions
+        in_cells = _fewest_tree_cells(problem, rows[alone:], capacity)
+        return alone + (in_cells if room.max_rows is None else max(in_cells, -(-(rows.size - alone) // room.max_rows)))
     rest = widths[alone:]
     if room.layout == "padded":
         return alone + _fewest_groups(rest, capacity, room.max_rows)
@@ -82,6 +86,63 @@ def _fewest_bins(widths_desc: Int64Array, capacity: int) -> int:
     return max(-(-total // capacity), int((num_heavy + num_middle + extra).max()))
 
 
+def _fewest_tree_cells(problem: Problem, positions: Int64Array, capacity: int) -> int:
+    """Cells that rows which fit need at least, in layout ``tree``.
+
+    By tokens: n cells compute every distinct token and repeat at least ``_repeated`` ones. By what no two rows share: a
+    cell holds its rows' own tokens beside the shared beginning of one of them.
+    """
+    if positions.size == 0:
+        return 0
+    lengths, shared, _ = _in_order_of_tokens(problem, positions)
+    needed = int((lengths - shared).sum()) + _sums(np.sort(shared[1:]))  # n = 1, 2, ..., R
+    enough = needed <= capacity * np.arange(1, positions.size + 1)
+    by_tokens = int(enough.argmax()) + 1
+    begins = np.maximum(shared, np.append(shared[1:], 0))
+    own, least = np.sort(lengths - begins)[::-1], int(begins.min())
+    return max(by_tokens, _fewest_bins(own[own > 0], capacity - least) if capacity > least else 1)
+
+
+def _in_order_of_tokens(problem: Problem, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Of rows in the order of their tokens: lengths, what each shares with the one before, and the cost of that."""
+    trie = problem.trie
+    assert trie is not None
+    places = np.sort(trie.place_R[positions])
+    tokens, costs = trie.between(places[:-1], places[1:])
+    return problem.lengths_R[trie.position_R[places]], np.append(0, tokens), np.append(0, costs)
+
+
+def _sums(values: Int64Array) -> Int64Array:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
+
+
+def _tree_cost(problem: Problem, positions: Int64Array, num_cells: int) -> int:
+    """Least that these rows cost together in ``num_cells`` cells with rows.
+
+    At each depth d there are R_d sets of rows that are one or end there; n cells hold at least max(n, R_d) pairs of a
+    cell and such a set, so beyond the distinct tokens at least n - R_d are repeated. Summed over depths, and weighed
+    by what a token costs at its depth: the cost of the n - 1 least shared beginnings of neighbours.
+    """
+    _, _, costs = _in_order_of_tokens(problem, positions)
+    distinct = int(problem.costs_R[positions].sum() - costs.sum())
+    return distinct + int(np.sort(costs[1:])[: num_cells - 1].sum())
+
+
+def _tree_bounds(problem: Problem, rank_of_R: Int64Array | None) -> Bounds:
+    """As ``lower_bounds``. No cell may be empty while another has two rows, so K says how many cells have rows."""
+    if rank_of_R is None:
+        parts, num_ranks = [np.arange(problem.num_rows)], problem.num_ranks
+    else:
+        parts, num_ranks = [np.flatnonzero(rank_of_R == r) for r in range(problem.num_ranks)], 1
+    k = problem.round_k(max(-(-fewest_cells(problem, part) // num_ranks) for part in parts))
+    busiest = max(
+        -(-_tree_cost(problem, part, min(part.size, k * num_ranks)) // num_ranks) for part in parts if part.size
+    )
+    bound = max(busiest, int(problem.costs_R[0]))
+    overhead = problem.c0 * k
+    return Bounds(num_microbatches=k, lockstep=bound + overhead, rank=bound + overhead)
+
+
 def lower_bounds(problem: Problem, rank_of_R: Int64Array | None = None) -> Bounds:
     """Bounds for rows that may go anywhere, or (``rank_of_R``) that are already on their ranks.
 
@@ -89,6 +150,9 @@ def lower_bounds(problem: Problem, rank_of_R: Int64Array | None = None) -> Bound
     the mean (or its own rows' sum, when placement is given); in lockstep each column costs at least its mean. The
     longest row's cell costs at least that row. Each micro-batch adds c0.
     """
+    problem = problem.without_idle_trie
+    if problem.trie is not None:
+        return _tree_bounds(problem, rank_of_R)
     costs = problem.costs_R * problem.room.cell_rows if problem.room.layout == "fixed" else problem.costs_R
     if problem.room.layout == "fixed":
         costs = costs[:: problem.room.cell_rows]

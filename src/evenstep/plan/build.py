@@ -13,6 +13,7 @@ import numpy.typing as npt
 from evenstep.errors import PlanError
 from evenstep.plan.deal import Placed
 from evenstep.plan.measure import measure, tabulate
+from evenstep.plan.prefixes import SharedPrefixes
 from evenstep.plan.problem import Problem, make_problem
 from evenstep.plan.request import Request, read_lengths
 from evenstep.plan.step_plan import Cells, Overlong, StepPlan
@@ -23,8 +24,14 @@ __all__ = ["build_plan", "name_overlong", "placed_as", "problem_of", "reuse_plan
 _log = logging.getLogger(__name__)
 
 
-def problem_of(request: Request, rows: Int64Array, lengths_R: Int64Array, ties: Int64Array | None) -> Problem:
-    """The rows with indices ``rows`` in canonical order, under a request's rules."""
+def problem_of(
+    request: Request,
+    rows: Int64Array,
+    lengths_R: Int64Array,
+    ties: Int64Array | None,
+    prefixes: SharedPrefixes | None,
+) -> Problem:
+    """The rows with indices ``rows`` in canonical order, under a request's rules; ``prefixes`` are of all rows."""
     return make_problem(
         rows,
         lengths_R,
@@ -34,6 +41,7 @@ def problem_of(request: Request, rows: Int64Array, lengths_R: Int64Array, ties: 
         num_ranks=request.num_ranks,
         min_microbatches=request.min_microbatches,
         k_multiple=request.num_microbatches_multiple,
+        prefixes=None if prefixes is None else prefixes.among(rows),
     )
 
 
@@ -78,9 +86,15 @@ def placed_as(plan: StepPlan, problem: Problem) -> Placed:
 
 
 def reuse_plan(
-    plan: StepPlan, lengths: Sequence[int] | npt.NDArray[np.integer[Any]], *, max_tokens_per_gpu: int | None
+    plan: StepPlan,
+    lengths: Sequence[int] | npt.NDArray[np.integer[Any]],
+    *,
+    max_tokens_per_gpu: int | None,
+    prefixes: SharedPrefixes | None = None,
 ) -> StepPlan:
     """A forward-only plan with exactly the cells of a training plan, under a budget of its own.
+
+    Layout ``tree`` needs the ``prefixes`` that it was planned with.
 
     Scoring in the training cells makes old and new log-probs of a row come from the same shapes.
 
@@ -94,14 +108,14 @@ def reuse_plan(
         PlanError: a cell does not fit into the new budget, or the lengths are not the plan's.
     """
     lengths_R = read_lengths(lengths)
-    plan.check(lengths_R)
+    plan.check(lengths_R, prefixes=prefixes)
     request = replace(plan.request, max_tokens_per_gpu=max_tokens_per_gpu)
     request.validate()
-    problem = problem_of(request, np.array(plan.rows, dtype=np.int64), lengths_R, None)
+    problem = problem_of(request, np.array(plan.rows, dtype=np.int64), lengths_R, None, prefixes)
     overlong = name_overlong(request, problem)
     reused = build_plan(request, problem, placed_as(plan, problem), overlong, window=plan.window)
     reused = replace(reused, cells=plan.cells)  # equal lengths may be listed in another order
-    reused.check(lengths_R)
+    reused.check(lengths_R, prefixes=prefixes)
     return reused
 
 

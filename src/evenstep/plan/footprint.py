@@ -1,7 +1,8 @@
 """How much room rows take: the one rule that planner, checks and report share.
 
-``fixed``/``padded``: rows x padded width of the longest; ``packed``: sum of the rows' widths. A width is the length
-rounded up to ``multiple = lcm(2 * cp if cp > 1 else 1, pad_to_multiple)`` and, with a bucket
+``fixed``/``padded``: rows x padded width of the longest; ``packed``: sum of the rows' widths; ``tree``: the distinct
+nodes of the rows' prefix trie. A width is the length rounded up to
+``multiple = lcm(2 * cp if cp > 1 else 1, pad_to_multiple)`` (in ``tree`` the sum of nodes is) and, with a bucket
 ladder, up to its next rung.
 """
 
@@ -17,8 +18,8 @@ from evenstep.types import Int64Array
 
 __all__ = ["FILLER_TOKENS", "LAYOUTS", "Layout", "Room"]
 
-Layout = Literal["fixed", "padded", "packed"]
-LAYOUTS: tuple[Layout, ...] = ("fixed", "padded", "packed")
+Layout = Literal["fixed", "padded", "packed", "tree"]
+LAYOUTS: tuple[Layout, ...] = ("fixed", "padded", "packed", "tree")
 FILLER_TOKENS = 2  # one context token and one to predict: the least a forward and backward can work on
 
 
@@ -70,7 +71,9 @@ class Room:
         return rungs[np.searchsorted(rungs, widths)]
 
     def widths(self, lengths_R: Int64Array) -> Int64Array:
-        """[R] Tokens each row occupies in a cell of its own; in ``packed`` the ladder acts on the sum only."""
+        """[R] Tokens each row adds to a cell; ``packed``: the ladder, ``tree``: all rounding acts on the sum only."""
+        if self.layout == "tree":
+            return lengths_R
         rounded = self.round_up(lengths_R)
         return rounded if self.layout == "packed" else self._to_ladder(rounded)
 
@@ -79,7 +82,12 @@ class Room:
         return self._to_ladder(self.round_up(lengths_R)) * (self.cell_rows if self.layout == "fixed" else 1)
 
     def footprints(self, sums_C: Int64Array, longest_C: Int64Array, rows_C: Int64Array) -> Int64Array:
-        """[C] Footprints of cells from the sum and the maximum of their rows' widths and their number of rows."""
+        """[C] Footprints of cells from the sum and the maximum of their rows' widths and their number of rows.
+
+        In ``tree`` the sum counts tokens that rows share once.
+        """
+        if self.layout == "tree":
+            return self._to_ladder(self.round_up(sums_C))
         if self.layout == "packed":
             return self._to_ladder(sums_C)
         if self.layout == "fixed":
@@ -87,7 +95,7 @@ class Room:
         return rows_C * longest_C
 
     def cell_footprint(self, lengths_B: Int64Array) -> int:
-        """Footprint of one cell that holds rows of these lengths."""
+        """Footprint of one cell that holds rows of these lengths and, in ``tree``, share nothing."""
         widths = self.widths(lengths_B)
         one = np.array([widths.sum()]), np.array([widths.max()]), np.array([widths.size])
         return int(self.footprints(*one)[0])

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
+from evenstep.plan.blocks import cut_cell, join_blocks, make_blocks
 from evenstep.plan.deal import Placed
 from evenstep.plan.problem import Problem
 from evenstep.types import Int64Array
@@ -29,6 +30,8 @@ def place_local(problem: Problem, rank_of_R: Int64Array) -> Placed:
 
 def group_rows(problem: Problem, positions: Int64Array) -> list[Cell]:
     """Cells within the budget of these rows, taken longest first."""
+    if problem.room.layout == "tree":
+        return _join_blocks(problem, positions)
     if problem.room.layout == "packed":
         return _best_fit(problem, positions)
     capacity, max_rows = problem.room.capacity, problem.room.max_rows or positions.size
@@ -41,6 +44,16 @@ def group_rows(problem: Problem, positions: Int64Array) -> list[Cell]:
         cells.append(listed[start : start + min(fit, max_rows)])
         start += len(cells[-1])
     return cells
+
+
+def _join_blocks(problem: Problem, positions: Int64Array) -> list[Cell]:
+    """Subtrees that fit, joined by best fit: a prefix is repeated only where its rows need more than a cell."""
+    if positions.size == 0:
+        return []
+    capacity = problem.room.capacity
+    limit = int(problem.widths_R.sum()) if capacity is None else capacity
+    max_rows = problem.room.max_rows or problem.num_rows
+    return join_blocks(problem, make_blocks(problem, positions, limit=limit, max_rows=max_rows))
 
 
 def _best_fit(problem: Problem, positions: Int64Array) -> list[Cell]:
@@ -78,6 +91,8 @@ def _cost(problem: Problem, cell: Cell) -> int:
 def split_to_count(problem: Problem, cells: list[Cell], count: int) -> list[Cell]:
     """Halve the most expensive divisible cell, the larger half first, until there are ``count`` or none divides.
 
+    In ``tree`` it is cut in the order of tokens, where the larger part costs least.
+
     Halves stay where their cell was; equal costs are split at the lowest k.
     """
     placed: dict[tuple[int, ...], Cell] = {(k,): cell for k, cell in enumerate(cells)}
@@ -87,7 +102,8 @@ def split_to_count(problem: Problem, cells: list[Cell], count: int) -> list[Cell
         _, key = heapq.heappop(heap)
         cell = placed.pop(key)
         half = (len(cell) + 1) // 2
-        for i, part in enumerate((cell[:half], cell[half:])):
+        parts = (cell[:half], cell[half:]) if problem.trie is None else cut_cell(problem, cell)
+        for i, part in enumerate(parts):
             placed[(*key, i)] = part
             if len(part) > 1:
                 heapq.heappush(heap, (-_cost(problem, part), (*key, i)))

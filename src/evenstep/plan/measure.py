@@ -56,7 +56,7 @@ class CellTable:
 def tabulate(problem: Problem, cell_of_R: Int64Array, num_cells: int) -> CellTable:
     """Count rows, footprint and cost of each cell; ``cell_of_R`` is by canonical position."""
     counts = np.bincount(cell_of_R, minlength=num_cells)
-    sums = np.bincount(cell_of_R, weights=problem.widths_R, minlength=num_cells).astype(np.int64)
+    sums = problem.cell_tokens(cell_of_R, num_cells)
     longest = np.zeros(num_cells, dtype=np.int64)
     np.maximum.at(longest, cell_of_R, problem.widths_R)
     return CellTable(

@@ -14,7 +14,18 @@ from evenstep.plan.cost import CostModel
 from evenstep.plan.fixed import place_fixed
 from evenstep.plan.footprint import Layout
 from evenstep.plan.local import place_local
-from evenstep.plan.request import Effort, Placement, Request, Sync, id_ranks, read_groups_of_rows, read_lengths, whole
+from evenstep.plan.prefixes import SharedPrefixes
+from evenstep.plan.request import (
+    Effort,
+    Placement,
+    Request,
+    Sync,
+    id_ranks,
+    read_groups_of_rows,
+    read_lengths,
+    require_prefixes,
+    whole,
+)
 from evenstep.plan.spread import place_global
 from evenstep.plan.step_plan import StepPlan
 from evenstep.types import Int64Array
@@ -51,6 +62,7 @@ def plan_step(
     num_microbatches_multiple: int = 1,
     max_rows_per_microbatch: int | None = None,
     overlong: Literal["alone", "error"] = "alone",
+    prefixes: SharedPrefixes | None = None,
 ) -> StepPlan: ...
 
 
@@ -81,6 +93,7 @@ def plan_step(
     num_microbatches_multiple: int = 1,
     max_rows_per_microbatch: int | None = None,
     overlong: Literal["alone", "error"] = "alone",
+    prefixes: SharedPrefixes | None = None,
 ) -> list[StepPlan]: ...
 
 
@@ -110,6 +123,7 @@ def plan_step(
     num_microbatches_multiple: int = 1,
     max_rows_per_microbatch: int | None = None,
     overlong: Literal["alone", "error"] = "alone",
+    prefixes: SharedPrefixes | None = None,
 ) -> StepPlan | list[StepPlan]:
     """Plan one optimizer step: which rows each rank runs in each of its micro-batches.
 
@@ -121,8 +135,9 @@ def plan_step(
         lengths: [R] tokens of each row.
         num_ranks: data-parallel ranks W.
         max_tokens_per_gpu: the budget; None: no limit, K is the least allowed.
-        layout: ``padded`` (footprint: rows x longest), ``packed`` (sum of the rows) or ``fixed`` (``micro_batch_rows``
-            rows in every cell; the executor adds the missing fillers).
+        layout: ``padded`` (footprint: rows x longest), ``packed`` (sum of the rows), ``tree`` (tokens that rows of a
+            cell begin with alike count once) or ``fixed`` (``micro_batch_rows`` rows in every cell; the executor adds
+            the missing fillers).
         placement: ``global`` (rows may go anywhere) or ``local`` (rows stay on the rank that ``rank_rows`` names; with
             one rank it may be left out). Layout ``fixed`` and placement ``local`` follow fixed rules, so ``effort`` has
             nothing to search there.
@@ -139,6 +154,7 @@ def plan_step(
         min_microbatches, num_microbatches_multiple: K is at least the one and a multiple of the other.
         max_rows_per_microbatch: most rows in a cell.
         overlong: a row over the budget stands ``alone`` and is named in ``plan.overlong``, or is an ``error``.
+        prefixes: what the rows share, for layout ``tree``: ``shared_prefixes(keys)`` of their tokens.
 
     >>> plan = plan_step([100, 1, 1, 1, 1], num_ranks=1, max_tokens_per_gpu=104)
     >>> plan.cells                                        # padded: 5 rows of width 100 would not fit
@@ -147,6 +163,10 @@ def plan_step(
     (((0, 1, 2, 3, 4),),)
     >>> plan.stats.num_microbatches, plan.stats.num_fillers, plan.stats.padding_efficiency
     (2, 0, 1.0)
+    >>> from evenstep.plan import shared_prefixes
+    >>> keys = [[7, 7, 7, 1], [7, 7, 7, 2], [8, 1], [8, 2]]
+    >>> plan_step([4, 4, 2, 2], num_ranks=1, max_tokens_per_gpu=5, layout="tree", prefixes=shared_prefixes(keys)).cells
+    (((0, 1), (2, 3)),)
 
     Raises:
         PlanError: an argument is out of range or contradicts another, or no plan keeps the promises.
@@ -179,6 +199,7 @@ def plan_step(
     ties = id_ranks("row_ids", row_ids, num_rows, unique=True)
     rollouts = id_ranks("rollout_ids", rollout_ids, num_rows, unique=False)
     groups = id_ranks("group_ids", group_ids, num_rows, unique=False)
+    require_prefixes(request.layout, prefixes, lengths_R)
     rank_of = _read_rank_rows(request, rank_rows, num_rows)
     if rollouts is not None and groups is not None:
         _require_whole("rollout_ids", rollout_ids, rollouts, groups, "groups (group_ids)")
@@ -195,8 +216,8 @@ def plan_step(
     plans: list[StepPlan] = []
     for part in [None] if parts is None else parts:
         rows = np.arange(num_rows) if part is None else np.sort(part)
-        plan = _plan_window(request, lengths_R, rows, ties, groups, rank_of, window=part is not None)
-        plan.check(lengths_R, rollout_ids=rollout_ids, group_ids=group_ids)
+        plan = _plan_window(request, lengths_R, rows, ties, groups, rank_of, prefixes, window=part is not None)
+        plan.check(lengths_R, rollout_ids=rollout_ids, group_ids=group_ids, prefixes=prefixes)
         plans.append(plan)
     return plans[0] if parts is None else plans
 
@@ -248,10 +269,11 @@ def _plan_window(
     ties: Int64Array | None,
     groups: Int64Array | None,
     rank_of: Int64Array | None,
+    prefixes: SharedPrefixes | None,
     *,
     window: bool,
 ) -> StepPlan:
-    problem = problem_of(request, rows, lengths_R, ties)
+    problem = problem_of(request, rows, lengths_R, ties, prefixes)
     overlong = name_overlong(request, problem)
     rank_of_R = None if rank_of is None else rank_of[problem.order_R]
     if request.layout == "fixed":
@@ -261,7 +283,7 @@ def _plan_window(
             scope_R = groups[problem.order_R]
         placed = place_fixed(problem, scope_R, rank_of_R, logprob_rows=request.logprob_micro_batch_rows)
     elif rank_of_R is not None:
-        placed = place_local(problem, rank_of_R)
+        placed = place_local(problem.without_idle_trie, rank_of_R)
     else:
-        placed = place_global(problem, sync=request.sync, effort=request.effort)
+        placed = place_global(problem.without_idle_trie, sync=request.sync, effort=request.effort)
     return build_plan(request, problem, placed, overlong, window=tuple(rows.tolist()) if window else None)

@@ -11,8 +11,9 @@ import numpy as np
 from evenstep.errors import PlanError
 from evenstep.plan.fixed import columns_of_scope
 from evenstep.plan.measure import CellTable, measure, tabulate
+from evenstep.plan.prefixes import SharedPrefixes
 from evenstep.plan.problem import Problem, make_problem
-from evenstep.plan.request import Request, id_ranks, read_lengths
+from evenstep.plan.request import Request, id_ranks, read_lengths, require_prefixes
 from evenstep.types import Int64Array
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def check_promises(
     *,
     rollout_ids: Sequence[Hashable] | None,
     group_ids: Sequence[Hashable] | None,
+    prefixes: SharedPrefixes | None,
 ) -> None:
     """Verify every promise; raises ``PlanError`` at the first that does not hold."""
     lengths_R = read_lengths(lengths)
@@ -55,6 +57,7 @@ def check_promises(
     if rollout_ids is not None:
         _check_rollouts(plan, lengths_R.size, rollout_ids)
     request = plan.request
+    require_prefixes(request.layout, prefixes, lengths_R)
     problem = make_problem(
         np.sort(rows),
         lengths_R,
@@ -64,6 +67,7 @@ def check_promises(
         num_ranks=request.num_ranks,
         min_microbatches=request.min_microbatches,
         k_multiple=request.num_microbatches_multiple,
+        prefixes=None if prefixes is None else prefixes.among(rows),
     )
     cell_by_index = np.zeros(lengths_R.size, dtype=np.int64)
     cell_by_index[rows] = cell

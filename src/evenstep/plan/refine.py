@@ -40,10 +40,10 @@ def refine_plan(
     True
 
     Raises:
-        PlanError: a plan with fixed rules (layout ``fixed``, placement ``local``), ``sync="step"``, or a bad limit.
+        PlanError: another layout, placement ``local``, ``sync="step"``, or a bad limit.
     """
     request = plan.request
-    if request.layout == "fixed" or request.placement == "local" or request.sync == "step":
+    if request.layout in ("fixed", "tree") or request.placement == "local" or request.sync == "step":
         raise PlanError(
             f"refine_plan improves global padded or packed plans with sync='micro_batch', found layout "
             f"{request.layout!r}, placement {request.placement!r}, sync {request.sync!r}; use the plan as it is"
@@ -52,7 +52,9 @@ def refine_plan(
         raise PlanError(f"time_limit_s must be a positive number of seconds, found {time_limit_s!r}")
     lengths_R = read_lengths(lengths)
     plan.check(lengths_R)
-    problem = problem_of(request, np.array(plan.rows, dtype=np.int64), lengths_R, _order_of_cells(plan, lengths_R))
+    problem = problem_of(
+        request, np.array(plan.rows, dtype=np.int64), lengths_R, _order_of_cells(plan, lengths_R), None
+    )
     placed = placed_as(plan, problem)
     cell_of_R = placed.k_R * problem.num_ranks + placed.rank_R
     deadline = time.monotonic() + time_limit_s

@@ -13,9 +13,20 @@ import numpy.typing as npt
 from evenstep.errors import PlanError
 from evenstep.plan.cost import CostModel
 from evenstep.plan.footprint import LAYOUTS, Layout, Room
+from evenstep.plan.prefixes import SharedPrefixes
 from evenstep.types import Int64Array
 
-__all__ = ["Effort", "Placement", "Request", "Sync", "id_ranks", "read_lengths", "require_choice", "whole"]
+__all__ = [
+    "Effort",
+    "Placement",
+    "Request",
+    "Sync",
+    "id_ranks",
+    "read_lengths",
+    "require_choice",
+    "require_prefixes",
+    "whole",
+]
 
 Placement = Literal["global", "local"]
 Sync = Literal["micro_batch", "step"]
@@ -159,6 +170,45 @@ def read_lengths(lengths: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Int64
             f"({wrong.size} rows in all); a row without tokens is no row, leave it out"
         )
     return array.astype(np.int64)
+
+
+def require_prefixes(layout: str, prefixes: SharedPrefixes | None, lengths_R: Int64Array) -> None:
+    """Raise unless layout ``tree`` has prefixes that belong to these lengths, and no other layout has any."""
+    if layout != "tree":
+        if prefixes is not None:
+            raise PlanError(f"prefixes say what rows share in layout 'tree', found layout {layout!r}; leave them out")
+        return
+    given: Any = prefixes
+    if not isinstance(given, SharedPrefixes):
+        raise PlanError(
+            f"layout 'tree' needs prefixes: which rows begin alike, found {type(given).__name__}; give "
+            f"prefixes=shared_prefixes(token ids of each row)"
+        )
+    for name in ("order_R", "shared_R"):
+        values: Any = getattr(given, name)
+        kind = str(values.dtype) if type(values) is np.ndarray else type(values).__name__
+        if not kind.startswith("int"):
+            raise PlanError(
+                f"prefixes.{name} must be an array of integers, found {kind}; use np.array(..., dtype=np.int64)"
+            )
+    order, shared = given.order_R, given.shared_R
+    if order.shape != lengths_R.shape or shared.shape != lengths_R.shape:
+        raise PlanError(
+            f"prefixes must cover each of the {lengths_R.size} rows, found {order.size} rows and {shared.size} shared "
+            f"lengths; make them of the same rows"
+        )
+    if not np.array_equal(np.sort(order), np.arange(order.size)):
+        raise PlanError(f"prefixes.order_R must name each of the {order.size} rows once, found {order[:20].tolist()}")
+    most = lengths_R[order]
+    most = np.minimum(most, np.append(0, most[:-1]))
+    wrong = np.flatnonzero((shared < 0) | (shared > most))
+    if wrong.size:
+        at = int(wrong[0])
+        raise PlanError(
+            f"a row shares with the one before it at most what both have, found row {order[at]} of "
+            f"{lengths_R[order[at]]} tokens sharing {shared[at]}, at most {most[at]} are possible ({wrong.size} rows "
+            f"wrong in all); make prefixes of the rows that have these lengths"
+        )
 
 
 def id_ranks(name: str, ids: Sequence[Hashable] | None, num_rows: int, *, unique: bool) -> Int64Array | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.plan.balance import place_for_ranks
+from evenstep.plan.blocks import make_blocks, put_into_cells
 from evenstep.plan.bounds import lower_bounds
 from evenstep.plan.deal import Placed, deal, lockstep_cost
 from evenstep.plan.exchange import exchange_rows
@@ -28,6 +29,8 @@ class _Work:
     extra_microbatches: int  # K is tried up to this many above its bound
     levels: tuple[int, ...]  # per mille of the level that the bound implies
     starts: int  # partitions that are improved by exchanges
+    shares: tuple[int, ...]  # tree: largest block, per cent of the mean cell
+    affinities: tuple[int, ...]  # tree: how much blocks look for cells that have their prefix
     exchanges: int  # cells times rounds of exchanges, for each of these partitions
     most_rounds: int  # rounds of exchanges at most
     width: int  # rows of a cell that an exchange looks at
@@ -42,6 +45,8 @@ _WORK: dict[Effort, _Work] = {
         extra_microbatches=1,
         levels=(950, 1000),
         starts=1,
+        shares=(100, 50, 25),
+        affinities=(0, 1),
         exchanges=4_000,
         most_rounds=40,
         width=8,
@@ -53,6 +58,8 @@ _WORK: dict[Effort, _Work] = {
         extra_microbatches=2,
         levels=(930, 950, 980, 1000, 1010, 1030),
         starts=3,
+        shares=(120, 100, 80, 50, 33, 25, 12),
+        affinities=(0, 1, 3),
         exchanges=33_000,
         most_rounds=200,
         width=16,
@@ -72,7 +79,8 @@ class _Found:
 
 def place_global(problem: Problem, *, sync: Sync, effort: Effort) -> Placed:
     """Cells under the budget for rows that may go anywhere."""
-    found = _packed(problem, _WORK[effort]) if problem.room.layout == "packed" else _padded(problem, _WORK[effort])
+    search = {"packed": _packed, "padded": _padded, "tree": _tree}[problem.room.layout]
+    found = search(problem, _WORK[effort])
     if sync == "step":
         return place_for_ranks(
             problem, [(item.cell_of_R, item.num_microbatches) for item in (found, *_fewest(problem))]
@@ -124,6 +132,32 @@ def _padded(problem: Problem, work: _Work) -> _Found:
     least = lower_bounds(problem).num_microbatches
     cell_of_R, k = cut_rows(problem, least, work=work.cuts, num_caps=work.caps, moves=work.moves)
     return _judge(problem, cell_of_R, k)
+
+
+def _tree(problem: Problem, work: _Work) -> _Found:
+    """Try blocks of several sizes in a few K; the packed plan, which ignores what rows share, is one of the tries."""
+    packed = _packed(problem.as_packed, work)
+    best = _judge(problem, packed.cell_of_R, packed.num_microbatches)
+    for item in _fewest(problem):
+        best = min(best, item, key=lambda item: item.cost)
+    every, least = np.arange(problem.num_rows), lower_bounds(problem).num_microbatches
+    distinct = int(problem.cell_tokens(np.zeros(problem.num_rows, dtype=np.int64), 1)[0])
+    capacity = problem.room.capacity
+    counts = [problem.round_k(least + i) for i in range(work.extra_microbatches + 2 if capacity is not None else 1)]
+    for k in dict.fromkeys(counts):
+        num_cells = k * problem.num_ranks
+        mean = -(-distinct // num_cells)
+        for share in work.shares:
+            limit = max(1, min(capacity or distinct, mean * share // 100))
+            blocks = make_blocks(problem, every, limit=limit, max_rows=problem.room.max_rows or problem.num_rows)
+            for affinity in work.affinities:
+                cell_of_M = put_into_cells(problem, blocks, num_cells, affinity=affinity, capacity=capacity)
+                if cell_of_M is None:
+                    continue
+                cell_of_R = blocks.cell_of_rows(cell_of_M, problem.num_rows)
+                found = _judge(problem, _fill_empty(problem, cell_of_R, k), k)
+                best = min(best, found, key=lambda item: item.cost)
+    return best
 
 
 def _packed(problem: Problem, work: _Work) -> _Found:

@@ -14,6 +14,7 @@ from evenstep.errors import PlanError
 from evenstep.plan.cost import CostModel
 from evenstep.plan.footprint import Layout, Room
 from evenstep.plan.measure import PlanStats
+from evenstep.plan.prefixes import SharedPrefixes
 from evenstep.plan.promises import check_promises
 from evenstep.plan.request import Request
 from evenstep.types import Int64Array
@@ -116,13 +117,16 @@ class StepPlan:
         *,
         rollout_ids: Sequence[Hashable] | None = None,
         group_ids: Sequence[Hashable] | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         """Verify every promise of the plan against the rows' lengths; cheap enough for every step.
+
+        Layout ``tree`` needs the ``prefixes`` that it was planned with.
 
         Raises:
             PlanError: names the promise, the rows, ranks and micro-batches, and the numbers.
         """
-        check_promises(self, lengths, rollout_ids=rollout_ids, group_ids=group_ids)
+        check_promises(self, lengths, rollout_ids=rollout_ids, group_ids=group_ids, prefixes=prefixes)
 
     @property
     def hash(self) -> str:

@@ -11,11 +11,11 @@ import numpy as np
 
 from evenstep.credit import count_window, row_weights
 from evenstep.errors import RowError
-from evenstep.plan import StepPlan, plan_step
+from evenstep.plan import StepPlan, plan_step, shared_prefixes
 from evenstep.train.options import StepOptions
-from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Row
+from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Int64Array, Row
 
-__all__ = ["PreparedWindow", "prepare_window"]
+__all__ = ["PreparedWindow", "prefix_keys", "prepare_window"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,7 @@ def prepare_window(
         pad_to_multiple=options.pad_to_multiple,
         sync=plan_sync,
         effort=options.effort,
+        prefixes=shared_prefixes(prefix_keys(rows)) if options.layout == "tree" else None,
     )
     segments = list(counts.rows_per_rollout.values())
     return PreparedWindow(
@@ -104,6 +105,14 @@ def prepare_window(
         settings=options.window_settings,
         digest=_digest(plan, weights_R, rows, fields),
     )
+
+
+def prefix_keys(rows: Sequence[Row]) -> list[Int64Array]:
+    """[R][T] A number for all that two tokens at one position must have equal to be one node of a prefix trie.
+
+    That is the token id; whatever else a row brings along that changes a hidden state has to be numbered in here too.
+    """
+    return [row.token_ids for row in rows]
 
 
 def _require_vocabulary(rows: Sequence[Row], vocab_size: int) -> None:

@@ -18,8 +18,13 @@ import numpy as np
 import pytest
 
 from evenstep.errors import PlanError
-from evenstep.plan import CostModel, plan_step, refine_plan, reuse_plan
+from evenstep.plan import CostModel, SharedPrefixes, plan_step, refine_plan, reuse_plan
 from evenstep.plan.footprint import Room
+
+
+def _prefixes(order: list[int], shared: list[int]) -> SharedPrefixes:
+    return SharedPrefixes(np.array(order), np.array(shared))
+
 
 BAD = [
     ([], {}, "at least one row, found 0"),
@@ -42,7 +47,19 @@ BAD = [
     ([3], {"min_microbatches": 0}, "min_microbatches"),
     ([3], {"num_microbatches_multiple": 0}, "num_microbatches_multiple"),
     ([3], {"max_rows_per_microbatch": 0}, "max_rows_per_microbatch"),
-    ([3], {"layout": "tree"}, "layout must be one of 'fixed', 'padded', 'packed', found 'tree'"),
+    ([3], {"layout": "ragged"}, "layout must be one of 'fixed', 'padded', 'packed', 'tree', found 'ragged'"),
+    ([3], {"layout": "tree"}, "layout 'tree' needs prefixes: which rows begin alike, found NoneType"),
+    ([3], {"layout": "tree", "prefixes": [[1, 2, 3]]}, "needs prefixes: which rows begin alike, found list"),
+    ([3], {"layout": "tree", "prefixes": _prefixes([0, 1], [0, 1])}, "must cover each of the 1 rows, found 2 rows"),
+    ([3, 3], {"layout": "tree", "prefixes": _prefixes([0, 0], [0, 1])}, "must name each of the 2 rows once"),
+    ([3, 2], {"layout": "tree", "prefixes": _prefixes([0, 1], [0, 3])}, "row 1 of 2 tokens sharing 3, at most 2 are"),
+    ([3, 2], {"layout": "tree", "prefixes": _prefixes([0, 1], [1, 0])}, "row 0 of 3 tokens sharing 1, at most 0 are"),
+    (
+        [3, 2],
+        {"layout": "tree", "prefixes": SharedPrefixes([0, 1], [0, 0])},
+        "must be an array of integers",
+    ),
+    ([3, 2], {"layout": "packed", "prefixes": _prefixes([0, 1], [0, 2])}, "prefixes say what rows share in layout"),
     ([3], {"placement": "nearby"}, "placement"),
     ([3], {"sync": "never"}, "sync"),
     ([3], {"effort": 9}, "effort"),
