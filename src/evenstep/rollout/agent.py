@@ -8,119 +8,24 @@ import math
 import numbers
 import time
 import traceback
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from evenstep.errors import ConfigError, EvenstepError, StateError
-from evenstep.rollout.calls import is_asked_to_stop, recorded_call
+from evenstep.errors import EvenstepError, StateError
+from evenstep.rollout.calls import is_asked_to_stop
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.compaction import Compaction, Context, Guard
-from evenstep.rollout.engine import Engine, RolloutKey
-from evenstep.rollout.environment import Environment, Episode, Score, Start
-from evenstep.types import BreakReason, Call, Rollout, Sampling, Status
+from evenstep.rollout.conversation import Conversation
+from evenstep.rollout.engine import Engine
+from evenstep.rollout.environment import AsksModel, Environment, Episode, Score, Start
+from evenstep.rollout.recorder import AgentOptions, Recorder, RolloutIdentity, TruncatedError
+from evenstep.types import Rollout, Status
 
 __all__ = ["AgentOptions", "RolloutIdentity", "run_rollout"]
 
 ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentOptions:
-    """How an agent samples, and where it stops.
-
-    Raises:
-        ConfigError: a limit below 1, a temperature below 0, or a time that is not above 0.
-    """
-
-    max_context_tokens: int  # guard: prompt + reserved generation of every call stay within it
-    max_tokens_per_call: int = 4
-    temperature: float = 1.0  # 0: greedy
-    max_calls: int = 64
-    max_segments: int = 16
-    step_timeout_s: float = 60.0  # most seconds of one call of the environment
-    timeout_s: float | None = None  # most seconds of all of them in a rollout together; None: any
-    vocab_size: int | None = None  # of the model that is trained; an output id at or above it is refused
-
-    def __post_init__(self) -> None:
-        for name in ("max_context_tokens", "max_tokens_per_call", "max_calls", "max_segments"):
-            value: int = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"rollout.{name} must be at least 1, found {value}")
-        if self.temperature < 0:
-            raise ConfigError(f"rollout.temperature must be at least 0, found {self.temperature}")
-        for name in ("step_timeout_s", "timeout_s"):
-            seconds: float | None = getattr(self, name)
-            if seconds is not None and not seconds > 0:
-                raise ConfigError(f"rollout.{name} must be above 0 seconds, found {seconds}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutIdentity:
-    """Who a rollout is: its ids, its place in a generation batch, and the seed of each of its calls."""
-
-    rollout_id: str
-    group_id: str
-    prompt_id: str
-    key: RolloutKey
-    seed_of_call: Callable[[int], int]  # order of the call -> sampling seed
-
-
-class _TruncatedError(Exception):
-    """The episode cannot go on; the message is the rollout's status_reason."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Recorder:
-    """Makes calls and keeps them in order."""
-
-    engine: Engine
-    renderer: ChatRenderer
-    options: AgentOptions
-    identity: RolloutIdentity
-    calls: list[Call] = field(default_factory=list[Call])
-    break_reason: BreakReason | None = None  # of the next call
-
-    @property
-    def num_segments(self) -> int:
-        """Segments that calls were made in: one, and one more for every call that declares a break."""
-        return 1 + sum(call.break_reason is not None for call in self.calls)
-
-    def is_continued_by(self, prompt_ids: tuple[int, ...]) -> bool:
-        """Whether a prompt only appends to the last call's prompt and output; so does any first prompt."""
-        if not self.calls:
-            return True
-        view = self.calls[-1].prompt_ids + self.calls[-1].output_ids
-        return prompt_ids[: len(view)] == view
-
-    def start_segment(self) -> None:
-        if self.num_segments == self.options.max_segments:
-            raise _TruncatedError(
-                f"max_segments = {self.options.max_segments} segments are full and the episode goes on"
-            )
-        self.break_reason = "compaction"
-
-    async def call(self, prompt_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        order = len(self.calls)
-        if order == self.options.max_calls:
-            raise _TruncatedError(f"max_calls = {self.options.max_calls} calls are made and the episode goes on")
-        sampling = Sampling(
-            temperature=self.options.temperature, max_tokens=max_tokens, seed=self.identity.seed_of_call(order)
-        )
-        call = await recorded_call(
-            self.engine,
-            order=order,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            rollout_id=self.identity.rollout_id,
-            rollout_key=self.identity.key,
-            vocab_size=self.options.vocab_size,
-            parent=order - 1 if order else None,
-            break_reason=self.break_reason,
-        )
-        self.calls.append(call)
-        self.break_reason = None
-        return call.output_ids
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,7 +34,35 @@ class _Supervised:
 
     environment: Environment
     options: AgentOptions
-    seconds: float = 0.0  # that its calls have taken so far
+    seconds: float = 0.0  # that its calls have taken so far, without what they waited for the model
+    _limit: asyncio.Timeout | None = None  # of the call that runs
+    _num_waiting: int = 0  # questions to the model that it waits for
+    _waited_s: float = 0.0
+
+    @contextmanager
+    def waiting_for_model(self) -> Iterator[None]:
+        """The time that the engine takes counts towards no limit of the environment.
+
+        Raises:
+            RuntimeError: no call of the environment runs, so nobody waits.
+        """
+        limit, started, loop = self._limit, time.monotonic(), asyncio.get_running_loop()
+        if limit is None:
+            raise RuntimeError("a model is asked within reset, step or score, found a question from outside of them")
+        is_first = self._num_waiting == 0
+        when = limit.when()
+        left_s = None if when is None else when - loop.time()
+        if is_first:
+            limit.reschedule(None)
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
+                self._waited_s += time.monotonic() - started
+            if self._num_waiting == 0 and self._limit is limit and left_s is not None:
+                limit.reschedule(loop.time() + left_s)
 
     async def reset(self) -> Start:
         start = await self._within_limits("reset", self.environment.reset())
@@ -154,14 +87,15 @@ class _Supervised:
         promise = f"environment.{name} must end within rollout.{key} = {getattr(self.options, key)} seconds"
         if key == "timeout_s":
             promise += f", of which {self.seconds:.3g} were spent before"
-        limit, started = asyncio.timeout(limit_s), time.monotonic()
+        limit, started, waited_s = asyncio.timeout(limit_s), time.monotonic(), self._waited_s
         try:
             async with limit:
+                self._limit = limit
                 result = await call
         except TimeoutError as error:
             if not limit.expired():
                 raise  # the environment's own
-            late_s = time.monotonic() - started - limit_s
+            late_s = time.monotonic() - started - (self._waited_s - waited_s) - limit_s
             if late_s > limit_s / 10:  # the clock of the event loop stood still: this call may have done nothing wrong
                 promise += f" (stopped {late_s:.3g} late: another environment blocks, or this one's clean-up is slow)"
             raise TimeoutError(f"{promise}; it was stopped, the lines above say where it waited") from error
@@ -170,7 +104,8 @@ class _Supervised:
                 raise
             raise RuntimeError(f"environment.{name} raised {type(error).__name__}: {error}") from error
         finally:
-            spent_s = time.monotonic() - started
+            self._limit = None
+            spent_s = time.monotonic() - started - (self._waited_s - waited_s)
             self.seconds += spent_s
         if spent_s > limit_s:
             # It ended by itself, so nothing could stop it: it never gave the event loop back in all that time.
@@ -204,23 +139,27 @@ async def run_rollout(
         EvenstepError: the engine cannot serve a call or answers with what no engine may, or a promise of ours is
             broken; that is not the policy's doing and must not become a reward.
     """
-    recorder = _Recorder(engine=engine, renderer=renderer, options=options, identity=identity)
+    recorder = Recorder(engine=engine, renderer=renderer, options=options, identity=identity)
     supervised = _Supervised(environment=environment, options=options)
+    played = _Played()
     status: Status = "ok"
     status_reason: str | None = None
     score: Score | None = None
     try:
-        visible: tuple[int, ...] = ()
+        if isinstance(environment, AsksModel):
+            environment.use_model(lambda: Conversation(recorder, supervised.waiting_for_model))
         try:
-            visible = await _play(supervised, recorder, compaction)
-        except _TruncatedError as reason:
+            await _play(supervised, recorder, compaction, played)
+        except TruncatedError as reason:
             status, status_reason = "truncated", str(reason)
-        episode = Episode(num_segments=recorder.num_segments, visible_observations=visible)
+        episode = Episode(num_segments=recorder.num_segments, visible_observations=played.visible)
         score = await supervised.score(episode)
     except EvenstepError:
         raise
     except Exception:  # noqa: BLE001 -- an environment is foreign code: whatever it raises costs this rollout, not the run
         status, status_reason = "failed", traceback.format_exc()
+    if recorder.failure is not None:  # an environment that asked for the call may have swallowed it
+        raise recorder.failure
     info: dict[str, Any] = {} if score is None else dict(score.info)
     return Rollout(
         rollout_id=identity.rollout_id,
@@ -250,34 +189,42 @@ def _checked(score: Any) -> Score:
     return Score(reward=float(score.reward), info=info)
 
 
-async def _play(environment: _Supervised, recorder: _Recorder, compaction: Compaction) -> tuple[int, ...]:
-    """Run the episode to its end; the indices of the observations in the last call's context."""
+@dataclass(slots=True)
+class _Played:
+    """How far an episode came, also one that is cut short."""
+
+    visible: tuple[int, ...] = ()  # indices of the observations in the context of the agent's last call
+
+
+async def _play(environment: _Supervised, recorder: Recorder, compaction: Compaction, played: _Played) -> None:
+    """Run the episode to its end."""
     start = await environment.reset()
     context = Context(task=start.task)
     observation: str | None = start.observation
     while True:
         context = await _fitting(context, observation, recorder, compaction)
         prompt_ids = context.prompt_ids(recorder.renderer, observation)
-        output_ids = await recorder.call(prompt_ids, recorder.options.max_tokens_per_call)
+        output_ids = await recorder.next_output(prompt_ids, recorder.options.max_tokens_per_call)
         context = context.with_turn(observation, output_ids)
+        played.visible = tuple(turn.index for turn in context.turns)
         observation = await environment.step(recorder.renderer.text(output_ids))
         if observation is None:
-            return tuple(turn.index for turn in context.turns)
+            return
 
 
-async def _fitting(context: Context, observation: str, recorder: _Recorder, compaction: Compaction) -> Context:
+async def _fitting(context: Context, observation: str, recorder: Recorder, compaction: Compaction) -> Context:
     """The context itself, or a compacted one, in which the answer to ``observation`` fits."""
     renderer, options = recorder.renderer, recorder.options
 
     async def write_note(request: str, max_tokens: int) -> str:
         prompt_ids = context.prompt_ids(renderer, request)
         if len(prompt_ids) + max_tokens > options.max_context_tokens:
-            raise _TruncatedError(
+            raise TruncatedError(
                 f"the context is full: a note's prompt and generation take {len(prompt_ids) + max_tokens} tokens, "
                 f"max_context_tokens is {options.max_context_tokens}; let num_reserved_tokens of compaction "
                 f"{compaction.name!r} keep room for the note"
             )
-        return renderer.text(await recorder.call(prompt_ids, max_tokens))
+        return renderer.text(await recorder.next_output(prompt_ids, max_tokens))
 
     guard = Guard(
         renderer=renderer,
@@ -303,7 +250,7 @@ async def _fitting(context: Context, observation: str, recorder: _Recorder, comp
             return replace(context, num_base_turns=len(context.turns))
         if is_exhausted:
             break
-    raise _TruncatedError(
+    raise TruncatedError(
         f"the context is full: prompt and reserved generation take {guard.num_tokens(context)} tokens, "
         f"max_context_tokens is {options.max_context_tokens}, and compaction {compaction.name!r} "
         f"{'can drop nothing more' if is_exhausted else 'made too little room in two attempts'}"

@@ -47,8 +47,9 @@ def call_tree(rollout: Rollout, *, on_undeclared: OnUndeclared = "error") -> tup
       quarantined, it has no parent.
     - A prompt that holds all of another call's prompt, and then something else than its output, does not fork: the
       history drifted.
-    - A call that continues nothing has no parent: it is the first one, it declares a ``break_reason``, or it repeats
-      another such prompt id for id (a retry of the first turn), else its break is undeclared.
+    - A call that continues nothing has no parent: it is the first one (sub-agents may come before it), it declares a
+      ``break_reason``, or it repeats another such prompt id for id (a retry of the first turn), else its break is
+      undeclared.
     - ``on_undeclared="segment"`` gives an undeclared break no parent. ``"realign"`` lets it continue the closest chain
       up to the first id that differs; a prompt that differs inside the chain's first prompt has no parent, as nothing
       sampled comes before that, and one that is as close to several chains is quarantined.
@@ -141,6 +142,7 @@ class _Builder:
         self._index_of_order = index_of_order
         self._on_undeclared = on_undeclared
         self._nodes: list[CallNode] = []
+        self._is_of_subagent: list[bool] = []  # by node: whether its chain began as a sub-agent's
         self._views = _Views()
         self._retried: dict[tuple[int, ...], int] = {}  # prompts that do not continue a whole view -> first such node
         self._leaves: dict[int, None] = {}  # indices of nodes that nothing continues, in order
@@ -155,6 +157,9 @@ class _Builder:
     def _add(self, node: CallNode) -> None:
         index = len(self._nodes)
         self._nodes.append(node)
+        self._is_of_subagent.append(
+            node.origin == "subagent" or (node.parent is not None and self._is_of_subagent[node.parent])
+        )
         if node.origin != "continued":
             self._retried.setdefault(node.call.prompt_ids, index)
         if node.parent is not None:
@@ -170,7 +175,7 @@ class _Builder:
             return _root(call, call.break_reason)
         if found:
             return _root(call, "quarantined")
-        if all(node.call.is_rejected for node in self._nodes):
+        if named is None and self._is_first(call):
             return _root(call, "start")
         if named is None and call.prompt_ids in self._retried:
             first = self._nodes[self._retried[call.prompt_ids]]
@@ -179,6 +184,13 @@ class _Builder:
         if self._on_undeclared != "realign":
             return _root(call, "undeclared")
         return self._realigned(call, named)
+
+    def _is_first(self, call: Call) -> bool:
+        """Whether only rejected calls and sub-agents came before it, none of whose prompts it was made from."""
+        return all(
+            node.call.is_rejected or (is_aside and call.prompt_ids[: len(node.call.prompt_ids)] != node.call.prompt_ids)
+            for node, is_aside in zip(self._nodes, self._is_of_subagent, strict=True)
+        )
 
     def _named_parent(self, call: Call) -> int | None:
         """The parent that a call names; where that one was rejected and the prompt is without it, the one before."""
@@ -259,7 +271,7 @@ class _Builder:
     def _refuse_undeclared(self) -> None:
         """Raise for the first undeclared break that something not rejected depends on."""
         nodes, is_kept = self._nodes, has_kept(self._nodes)
-        self._nodes, self._leaves = [], {}
+        self._nodes, self._is_of_subagent, self._leaves = [], [], {}
         for node, kept in zip(nodes, is_kept, strict=True):
             if node.origin == "undeclared" and kept:
                 raise self._undeclared(node.call)
@@ -267,6 +279,7 @@ class _Builder:
                 self._add(node)
             else:
                 self._nodes.append(node)  # nothing is compared with it
+                self._is_of_subagent.append(False)
 
     def _undeclared(self, call: Call) -> SegmentationError:
         named = self._named_parent(call)

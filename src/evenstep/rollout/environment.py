@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.plugins import is_own_class, own_class
 from evenstep.rollout.seeds import mixed_seed
 
+if TYPE_CHECKING:
+    from evenstep.rollout.conversation import Conversation
+
 __all__ = [
     "ENVIRONMENTS",
     "SPLITS",
+    "AsksModel",
     "Environment",
     "Episode",
     "FiniteTasks",
@@ -83,6 +87,15 @@ class Environment(Protocol):
 
     async def score(self, episode: Episode) -> Score:
         """The reward, once, after the last step or where the rollout was truncated."""
+        ...
+
+
+@runtime_checkable
+class AsksModel(Protocol):
+    """What an environment also has when it asks the policy itself: sub-agents, drafts to choose from, a judge."""
+
+    def use_model(self, converse: Callable[[], Conversation]) -> None:
+        """Keep ``converse``; each call of it, within reset, step or score, begins a `Conversation`."""
         ...
 
 
