@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -245,10 +246,10 @@ class Arm:
         while started is None or time.monotonic() < started + seconds:
             if process.poll() is not None:
                 raise SoakError(f"{self.name}: the run ended by itself with {process.returncode}: {self.output()}")
-            if started is None and metrics.exists() and os.stat(metrics).st_mtime_ns > before:
-                # a resume rewrites the file before it trains, so its first change is not yet a window
-                if len(self.lines("metrics.jsonl")) > self._num_at_resume():
-                    started, first = time.monotonic(), len(self.lines("collections.jsonl"))
+            # a resume rewrites the file before it trains, so its first change is not yet a window
+            is_changed = started is None and metrics.exists() and os.stat(metrics).st_mtime_ns > before
+            if is_changed and len(self.lines("metrics.jsonl")) > self._num_at_resume():
+                started, first = time.monotonic(), len(self.lines("collections.jsonl"))
             if started is None and time.monotonic() > deadline:
                 raise SoakError(f"{self.name}: nothing was trained in 600 seconds: {self.output()}")
             if started is not None and is_measured:
@@ -269,9 +270,13 @@ class Arm:
             memory.seconds.append(at)
             memory.resident_bytes.append(resident_bytes(child))
 
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    def kill(self, process: subprocess.Popen[bytes], draw: random.Random) -> None:
+        """End all of it, or the launcher or one rank alone, which must take the others along."""
+        below = descendants(process.pid)
+        for pid in draw.choice([[process.pid, *below], [process.pid], below[:1], below[-1:]]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(timeout=60)
         self.num_kills += 1
 
     def output(self) -> str:
@@ -286,11 +291,11 @@ def soak(arm: Arm, seconds: float) -> None:
         stretch = min(left, draw.uniform(0.1, 0.5) * max(seconds / 3, 20.0))
         process = arm.start()
         arm.watch(process, stretch, is_measured=False)
-        arm.kill(process)
+        arm.kill(process, draw)
         left -= stretch
     process = arm.start()
     arm.watch(process, seconds * 2 / 3, is_measured=True)
-    arm.kill(process)
+    arm.kill(process, draw)
     num_collections = len(arm.lines("collections.jsonl")) + 1
     process = arm.start(num_collections)
     if process.wait(timeout=1200) != 0:
@@ -367,10 +372,8 @@ def check(folder: Path, max_staleness: int) -> tuple[Counter[str], int]:
         f"stored {counts['stored']} = trained {counts['trained']} + dropped {counts['dropped']} + left over "
         f"{counts['left over']} must hold",
     )
-    promise(
-        counts["trained"] == counts["ok"] + counts["truncated"] + counts["failed"],
-        "each rollout trained has one status",
-    )
+    statuses = counts["ok"] + counts["truncated"] + counts["failed"]
+    promise(counts["trained"] == statuses, f"{counts['trained']} rollouts trained, {statuses} have a status")
     return counts, num_bytes // max(1, len(index))
 
 

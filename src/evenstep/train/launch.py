@@ -6,6 +6,8 @@ import logging
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from evenstep.errors import DistributedError
 __all__ = ["RanksEnded", "default_ranks", "joined", "run_ranks"]
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # the longest wait for another rank: one may convert weights while the rest wait
+PARENT_POLL_S = 0.5
 LOOPBACK = "127.0.0.1"
 CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # as gloo puts it
 
@@ -51,6 +54,7 @@ def joined() -> Iterator[None]:
     """
     from evenstep.train import distributed
 
+    _end_with_parent()
     distributed.start(timeout_s=COLLECTIVE_TIMEOUT_S)
     try:
         yield
@@ -62,6 +66,18 @@ def joined() -> Iterator[None]:
         ) from error
     finally:
         dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that started it is gone: it would go on writing into a run that is resumed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch the launcher", daemon=True).start()
 
 
 def run_ranks(arguments: Sequence[str], *, num_ranks: int) -> RanksEnded:

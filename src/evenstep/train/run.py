@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from functools import partial
 from hashlib import sha256
@@ -56,7 +57,9 @@ def run_training(
     Raises:
         EvenstepError: see its subclasses; what was finished before stays on disk and can be resumed.
     """
-    _Run(config, reporter, credit).train(resume=resume)
+    run = _Run(config, reporter, credit)
+    with run.files.held() if run.rank == 0 else nullcontext():
+        run.train(resume=resume)
 
 
 class _Run:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from evenstep.errors import FileFormatError
+from evenstep.errors import ConfigError, FileFormatError
 from evenstep.files import read_rollouts, write_rollouts
 from evenstep.types import Rollout
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 __all__ = ["RunFolder"]
+
+HELD_WAIT_S = 20.0  # for the ranks of a launcher that was killed
 
 Record = dict[str, Any]
 
@@ -26,6 +35,25 @@ class RunFolder:
         self.path = path
         self.rollouts, self.plans, self.checkpoints = path / "rollouts", path / "plans", path / "checkpoints"
         self._metrics, self._index = path / "metrics.jsonl", path / "collections.jsonl"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else's while it is used; what a killed process held is free again, after a moment for its ranks to end.
+
+        Raises:
+            ConfigError: another process trains in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a") as file:
+            deadline = time.monotonic() + HELD_WAIT_S
+            while not _locked(file):
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run.dir must be a folder that no other process trains in, found {str(self.path)!r} in use; "
+                        f"stop that run first, or choose another folder with --run-dir"
+                    )
+                time.sleep(0.1)
+            yield
 
     def open(self, config: str, *, window: int, collection: int) -> list[Record]:
         """Make the folder, or go back to where ``window`` and ``collection`` begin; the evaluations made till then."""
@@ -63,6 +91,19 @@ class RunFolder:
 
     def append_index(self, record: Mapping[str, Any]) -> None:
         _append(self._index, record)
+
+
+def _locked(file: IO[str]) -> bool:
+    """Take the lock of a file if nobody has it; it is given back when the file is closed or the process ends."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
