@@ -39,7 +39,7 @@ from evenstep.rollout.segments import segmentation_of
 from evenstep.types import Rollout
 
 NUM_PROMPTS, NUM_GENERATIONS, WINDOWS, EPOCHS = 4, 4, 2, 2
-OPTIONS = RefillOptions(drop_zero_spread=True, num_extra_prompts=1, max_replacements=200)
+OPTIONS = RefillOptions(drop_zero_spread=True, num_extra_prompts=2, max_replacements=200)
 # name -> (max_staleness, what stands in [compaction])
 ARMS = {
     "synchronous": (0, 'policy = "recency"'),
@@ -59,11 +59,11 @@ name = {environment!r}
 num_prompts = 4
 num_generations = 4
 max_tokens_per_call = 4
-max_calls = 24
+max_calls = 14
 max_segments = 12
 generation_batch_rollouts = 8
 drop_zero_spread = true
-num_extra_prompts = 1
+num_extra_prompts = 2
 max_staleness = {max_staleness}
 max_replacements = 200
 step_timeout_s = 1.0
@@ -148,7 +148,7 @@ class Moody:
                         raise RuntimeError("moody between two questions")
 
     async def score(self, episode: Any) -> Score:
-        if self._index % 5 == 0:
+        if self._index % 7 == 0:
             return Score(reward=0.7)  # a group without spread
         return Score(reward=self._random.choice([0.1, 0.35, 0.95]))
 
