@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from evenstep.files import read_rollouts
+from evenstep.train.run_folder import RunFolder
 
 CONFIG = """
 [run]
@@ -113,7 +114,9 @@ def kill_after(process: subprocess.Popen[str], folder: Path, num_windows: int) -
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)  # the launcher; its ranks end by themselves
+    with RunFolder(folder).held():  # once they have
+        pass
     process.communicate()
 
 

@@ -1,173 +1,154 @@
-"""A run on an environment that fails, hangs, stops answering and gives flat rewards at random, on two ranks:
+"""A run whose environment fails, hangs, forks and fills the context at random, and that is killed now and then:
 
-1. every collection closes with exactly its groups, each voting rollout is trained once per epoch, no rollout twice, none lost:
-   what is stored is what was trained, dropped or left over
-2. the counts that are printed add up: rollouts, voters, failed, truncated, replaced groups; so does the index of what is stored
-3. ahead of training or not (``max_staleness``), with groups beyond the collection's carried over
+1. every collection closes with exactly its groups, each rollout in it is trained once per epoch and none is lost; the
+   counts that are printed add up; ahead of training or not (``max_staleness``), with groups carried over
+2. a rollout taken out of a file, put in twice, or another's in its place is found; so are a window with other counts or
+   another mean reward, a window logged twice, an index that names other groups, and memory that grows
+
+``EVENSTEP_SOAK_MINUTES`` says how long it trains; `benchmarks/soak.py` is the same by hand.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from evenstep.files import read_rollouts
-from evenstep.rollout.refill import CollectionBuilder, RefillOptions
-from evenstep.types import Rollout
+from evenstep.files import read_rollouts, write_rollouts
 
-ENVIRONMENT = '''
-import asyncio
-import random
-from dataclasses import dataclass
-from evenstep.rollout.environment import Score, Start
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+MINUTES = float(os.environ.get("EVENSTEP_SOAK_MINUTES", "0.5"))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nothing:
-    pass
-
-class Moody:
-    """What goes wrong is drawn anew in each episode: siblings of a group differ, and so do runs."""
-    Options = Nothing
-
-    def __init__(self, index):
-        self.index = index
-        self.left = random.Random(index).randint(1, 9)
-
-    @classmethod
-    def for_task(cls, options, *, seed, split, index):
-        return cls(index)
-
-    async def reset(self):
-        return Start(task="go", observation="a1 b2 c3")
-
-    async def step(self, action):
-        fate = random.random()
-        if fate < 0.03:
-            raise RuntimeError("moody")
-        if fate < 0.04:
-            await asyncio.sleep(3600)
-        await asyncio.sleep(random.random() * 0.002)
-        self.left -= 1
-        return "d4 e5 f6 g7" if self.left else None
-
-    async def score(self, episode):
-        if self.index % 5 == 0:
-            return Score(reward=0.7)  # a group without spread
-        return Score(reward=random.choice([0.1, 0.35, 0.95]))
-'''
-CONFIG = """
-[run]
-dir = {folder!r}
-num_collections = 5
-[model]
-path = "evenstep:ledger"
-max_context_tokens = 64
-[environment]
-name = {environment!r}
-[rollout]
-num_prompts = 4
-num_generations = 4
-max_tokens_per_call = 4
-max_calls = 12
-generation_batch_rollouts = 8
-drop_zero_spread = true
-num_extra_prompts = 1
-max_staleness = {max_staleness}
-max_replacements = 50
-step_timeout_s = 0.3
-[compaction]
-policy = "recency"
-[plan]
-max_tokens_per_gpu = 256
-layout = "packed"
-[train]
-rollouts_per_window = 8
-windows_per_collection = 2
-epochs = 2
-lr = 1e-3
-[checkpoint]
-every = 100
-export = false
-[evaluation]
-num_tasks = 0
-"""
-NUM_GENERATIONS, NUM_GROUPS, NUM_COLLECTIONS, EPOCHS = 4, 4, 5, 2
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600 + 120 * MINUTES)]
 
 
-def run(folder: Path, max_staleness: int) -> list[dict[str, Any]]:
-    environment, config = folder / "moody.py", folder / "config.toml"
-    environment.write_text(ENVIRONMENT)
-    names = {"folder": str(folder / "run"), "environment": f"{environment}:Moody", "max_staleness": max_staleness}
-    config.write_text(CONFIG.format(**names))
+@pytest.fixture(scope="module")
+def soak() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("soak", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def soaked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The run folders, and what was printed about each of them."""
+    folder = tmp_path_factory.mktemp("soak")
     found = subprocess.run(
-        [sys.executable, "-m", "evenstep", "train", str(config), "--ranks", "2"],
+        [sys.executable, str(SCRIPT), "--minutes", str(MINUTES), "--folder", str(folder)],
         capture_output=True,
         text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    decoder, text, results = json.JSONDecoder(), found.stdout.strip(), list[dict[str, Any]]()
+    while text:
+        result, end = decoder.raw_decode(text)
+        results.append(result)
+        text = text[end:].strip()
+    return folder, results
 
 
-@pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("max_staleness", [0, 4])
-def test_nothing_is_lost(tmp_path: Path, max_staleness: int) -> None:
-    windows = run(tmp_path, max_staleness)
-    assert len(windows) == NUM_COLLECTIONS * 2 * EPOCHS
-    index = [json.loads(line) for line in (tmp_path / "run" / "collections.jsonl").read_text().splitlines()]
-    assert [line["collection"] for line in index] == list(range(NUM_COLLECTIONS))
-    seen: Counter[str] = Counter()
-    task, version, carried = 0, 0, list[Rollout]()
-    for collection in range(NUM_COLLECTIONS):
-        stored = list(read_rollouts(tmp_path / "run" / "rollouts" / f"collection_{collection:06d}.jsonl.gz"))
-        builder = CollectionBuilder(
-            collection=collection,
-            num_prompts=NUM_GROUPS,
-            num_generations=NUM_GENERATIONS,
-            first_task=task,
-            options=RefillOptions(drop_zero_spread=True, num_extra_prompts=1, max_replacements=50),
-            carried=carried,
-            weight_versions=range(max(0, version - max_staleness), version + 1),
-        )
-        builder.add(stored)
-        assert builder.missing() == ()
-        assert {r.rollout_id for r in stored} == {r.rollout_id for r in builder.rollouts}
-        closed = builder.close()
-        ids = {r.rollout_id for r in closed.rollouts}
-        assert len(ids) == NUM_GROUPS * NUM_GENERATIONS
-        seen.update(ids)
-        assert index[collection]["groups"] == [group.group_id for group in closed.groups]
-        assert index[collection]["dropped"] == builder.dropped
-        assert index[collection]["num_rollouts"] == len(stored)
-        left = {r.rollout_id for r in builder.leftovers}
-        dropped = {r.rollout_id for r in [*stored, *carried] if r.group_id in builder.dropped}
-        assert ids | left | dropped == {r.rollout_id for r in [*stored, *carried]}
-        assert not (ids & left or ids & dropped or left & dropped)
-        mine = [line for line in windows if line["collection"] == collection]
-        assert len(mine) == 2 * EPOCHS
-        for epoch in range(EPOCHS):
-            lines = [line for line in mine if line["epoch"] == epoch]
-            assert sum(line["num_rollouts"] for line in lines) == len(ids)
-            assert sum(line["num_voters"] for line in lines) == sum(r.is_voter for r in closed.rollouts)
-            assert sum(line["num_failed"] for line in lines) == sum(r.status == "failed" for r in closed.rollouts)
-            assert sum(line["num_truncated"] for line in lines) == sum(r.status == "truncated" for r in closed.rollouts)
-            assert sum(line["num_replaced"] for line in lines) == len(builder.replaced)
-            assert sum(line["num_trained_tokens"] for line in lines) == sum(
-                r.num_sampled_tokens for r in closed.rollouts if r.is_voter
-            )
-        if max_staleness == 0:
-            assert {line["staleness_max"] for line in mine} <= {0, 1, 2, 3, None}
-        task, carried = task + builder.num_tasks, builder.leftovers
-        version += sum(line["stepped"] for line in mine)
-    assert set(seen.values()) == {1}
-    assert sum(line["num_failed"] for line in windows) > 0
-    assert sum(line["num_replaced"] for line in windows) > 0
+def test_nothing_is_lost(soaked: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, results = soaked
+    assert [result["max_staleness"] for result in results] == [0, 4]
+    for result in results:
+        counts = result["counts"]
+        assert counts["stored"] == counts["trained"] + counts["dropped"] + counts["left over"]
+        assert counts["trained"] == 16 * counts["collections"]
+        assert counts["trained tokens"] == counts["sampled tokens"] > 0
+        for name in ("compaction", "fork", "subagent"):
+            assert counts[f"{name} segments"] > 0
+        for name in ("failed", "rejected calls", "groups dropped", "kills"):
+            assert counts[name] > 0
+        assert len(result["memory"]) == 3
+
+
+def without_one(folder: Path) -> None:
+    path = sorted((folder / "rollouts").glob("collection_*"))[-1]
+    write_rollouts(path, list(read_rollouts(path))[:-1])
+
+
+def with_another(folder: Path) -> None:
+    path = sorted((folder / "rollouts").glob("collection_*"))[-1]
+    first, *others = read_rollouts(path)
+    write_rollouts(path, [replace(first, rollout_id="c99/p0/g0", group_id="c99/p0"), *others])
+
+
+def swapped_rewards(folder: Path) -> None:
+    path = sorted((folder / "rollouts").glob("collection_*"))[0]
+    write_rollouts(path, [replace(r, reward=None if r.reward is None else r.reward + 0.01) for r in read_rollouts(path)])
+
+
+def _change(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    change(records)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def window_twice(folder: Path) -> None:
+    _change(folder / "metrics.jsonl", lambda records: records.insert(3, records[2]))
+
+
+def one_token_fewer(folder: Path) -> None:
+    def change(records: list[dict[str, Any]]) -> None:
+        next(r for r in records if r["num_trained_tokens"])["num_trained_tokens"] -= 1
+
+    _change(folder / "metrics.jsonl", change)
+
+
+def other_groups(folder: Path) -> None:
+    def change(records: list[dict[str, Any]]) -> None:
+        records[0]["groups"] = records[0]["groups"][::-1]
+
+    _change(folder / "collections.jsonl", change)
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (without_one, "are not in its file|rollouts in its file"),
+        (with_another, "it asked for once|takes each rollout"),
+        (swapped_rewards, "other rewards|closed with other groups|dropped"),
+        (window_twice, "windows are logged once each"),
+        (one_token_fewer, "num_trained_tokens"),
+        (other_groups, "closed with other groups"),
+    ],
+)
+def test_what_is_wrong_is_found(
+    soaked: tuple[Path, list[dict[str, Any]]],
+    soak: ModuleType,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    message: str,
+) -> None:
+    shutil.copytree(soaked[0] / "synchronous" / "run", tmp_path / "run", ignore=shutil.ignore_patterns("check*"))
+    soak.check(tmp_path / "run", 0)
+    damage(tmp_path / "run")
+    with pytest.raises(Exception, match=message):
+        soak.check(tmp_path / "run", 0)
+
+
+def test_memory_that_grows_is_found(soak: ModuleType, tmp_path: Path) -> None:
+    arm = soak.Arm(name="ahead", folder=tmp_path, seed=0)
+    seconds = [float(second) for second in range(900)]
+    for growth, is_found in ((0, False), (500, False), (50_000, True)):
+        arm.memory = {"process 1": soak.Memory(seconds=seconds, resident_bytes=[10**8 + growth * t for t in range(900)])}
+        if is_found:
+            with pytest.raises(soak.SoakError, match="process 1: memory grows by"):
+                soak.check_memory(arm, num_collections=900, bytes_per_collection=100_000)
+        else:
+            soak.check_memory(arm, num_collections=900, bytes_per_collection=100_000)

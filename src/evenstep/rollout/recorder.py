@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.rollout.calls import recorded_call
 from evenstep.rollout.chat import ChatRenderer

@@ -38,7 +38,7 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody else's while it is used; what a killed process held is free again, after a moment for its ranks to end.
+        """Nobody else's while it is used; free again when a process was killed, once its ranks have ended.
 
         Raises:
             ConfigError: another process trains in it.

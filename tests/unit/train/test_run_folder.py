@@ -3,16 +3,20 @@
 1. groups left over for a collection are replaced whole, and gone when a repeated collection leaves none
 2. going back drops the lines of windows and collections that are done again, and keeps the evaluation made before them
 3. a last line that a crash cut short is left out; a broken one before it is an error with its number
+4. only one process trains in a folder; one that was killed leaves it free
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from evenstep.errors import FileFormatError
+from evenstep.errors import ConfigError, FileFormatError
+from evenstep.train import run_folder
 from evenstep.train.run_folder import RunFolder
 from evenstep.types import Rollout
 
@@ -58,3 +62,27 @@ def test_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"window": 0}\nnonsense\n{"window": 1}\n')
     with pytest.raises(FileFormatError, match=r"metrics.jsonl, line 2: a JSON object was expected, found 'nonsense'"):
         opened(tmp_path, window=2)
+
+
+def test_a_folder_is_one_process_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "HELD_WAIT_S", 0.3)
+    holder = (
+        "import pathlib, sys, time\n"
+        "from evenstep.train.run_folder import RunFolder\n"
+        "with RunFolder(pathlib.Path(sys.argv[1])).held():\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", holder, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match="no other process trains in"), RunFolder(tmp_path).held():
+            pass
+    finally:
+        process.kill()
+        process.communicate()
+    with RunFolder(tmp_path).held():  # free again once that process is gone
+        pass
+    with RunFolder(tmp_path).held():
+        pass
