@@ -13,6 +13,7 @@ _ADVANTAGES = partial(Mutation, module="evenstep.credit.advantages")
 _GAE = partial(Mutation, module="evenstep.credit.gae")
 _ROWS = partial(Mutation, module="evenstep.credit.rows")
 _WEIGHTS = partial(Mutation, module="evenstep.credit.weights")
+_PASSES = partial(Mutation, module="evenstep.train.passes")
 _LOSSES = partial(Mutation, module="evenstep.train.losses")
 
 TEST_ADVANTAGES = "tests/unit/credit/test_advantages.py::"
@@ -25,6 +26,13 @@ TEST_CASES = "tests/unit/test_cases_train.py::"
 TEST_GAPS = "tests/unit/test_mutation_gaps.py::"
 
 CREDIT: list[Mutation] = [
+    _PASSES(
+        name="whitening by sampled tokens",
+        why="Tokens that were realigned away still weigh in the window's mean and deviation.",
+        old="num_trained_tokens=_trained_by_rollout(window.rows)",
+        new="num_trained_tokens=None",
+        killed_by="tests/unit/train/test_credit_of_windows.py::test_whitening_weighs_by_trained_tokens",
+    ),
     _ADVANTAGES(
         name="rows as votes",
         why="[P3] The group's mean and deviation count a rollout once for each of its rows.",

@@ -82,7 +82,7 @@ def load_config(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C
     values: dict[str, Any] = {}
     sources: dict[Key, str] = {}
     for path in paths:
-        _merge(values, _read_toml(Path(path)), str(path), sources)
+        _merge(values, read_toml(Path(path)), str(path), sources)
     for text in overrides:
         key, value = parse_override(text)
         for part in reversed(key):
@@ -115,7 +115,12 @@ def parse_override(text: str) -> tuple[Key, Any]:
         return key, value_text.strip()
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file, unchecked.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -74,6 +74,11 @@ class RolloutSection(Section):
     truncated: Literal["train", "mask"] = Field(
         "train", description="`mask`: truncated rollouts are neither in the baseline nor trained"
     )
+    on_undeclared: Literal["error", "segment", "realign"] = Field(
+        "error",
+        description="a prompt that rewrites its history without saying why: ends the run, starts a segment, or goes on "
+        "in the same one, where what was sampled after the first id that differs is not trained",
+    )
     max_staleness: int = Field(
         0,
         ge=0,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from evenstep.config import Config, load_config
+from evenstep.config import Config, read_toml
+from evenstep.config_schema import known_keys
 from evenstep.errors import ConfigError
 from evenstep.model_files import balance_problem, layout_problem, max_context_tokens, model_settings
 
@@ -117,7 +121,7 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
             f"--resume, or name the right folder with --run-dir"
         )
     if has_run:
-        _check_same_run(load_config([recorded]), config)
+        _check_same_run(read_toml(recorded), config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -129,9 +133,12 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
         ) from None
 
 
-def _check_same_run(recorded: Config, asked: Config) -> None:
-    before, after = _flat(recorded), _flat(asked)
+def _check_same_run(recorded: Mapping[str, Any], asked: Config) -> None:
+    """Compare what the run folder recorded with what is asked for, as texts: nothing that it names is loaded."""
+    before, after = _flat(recorded), _flat(tomllib.loads(asked.resolved()))
     may_change = CHANGEABLE_ON_RESUME
+    if before["rollout.on_undeclared"] == "error":  # nothing was trained yet to which another choice would matter
+        may_change += ("rollout.on_undeclared",)
     if asked.train.schedule == "constant":  # else the schedule's end would move under the steps already made
         may_change += ("run.num_collections",)
     changed = [
@@ -146,9 +153,19 @@ def _check_same_run(recorded: Config, asked: Config) -> None:
         )
 
 
-def _flat(config: Config) -> dict[str, object]:
-    return {
-        f"{section}.{name}": value
-        for section, table in config.model_dump(mode="json").items()
-        for name, value in table.items()
+def _flat(tables: Mapping[str, Any]) -> dict[str, object]:
+    """Values by ``section.key``; a key that is not there, because its value is the default, has that."""
+    found: dict[str, object] = {
+        f"{section}.{name}": _plain(field.get_default())
+        for (section, name), field in known_keys().items()
+        if not field.is_required()
     }
+    for section, table in tables.items():
+        for name, value in (table if isinstance(table, Mapping) else {"": table}).items():
+            found[f"{section}.{name}"] = value
+    return found
+
+
+def _plain(value: object) -> object:
+    """As TOML has it."""
+    return list(value) if isinstance(value, tuple) else value

@@ -8,6 +8,7 @@
 6. Ranks, model files and run folder are checked before torch could be needed.
 7. docs/config.md is what the schema says.
 8. A key that other trainers call by another name is told by its name here.
+9. A resume compares with what the run folder recorded and loads nothing that it names; which changes it allows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import struct
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -467,6 +469,41 @@ def test_resume_refuses_another_configuration(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.toml").write_text(moved.resolved())
     with pytest.raises(ConfigError, match=r"run\.num_collections was 3, now 9"):
         check_run_folder(config_for(tmp_path, model, "train.schedule=linear", "run.num_collections=9"), resume=True)
+
+
+def test_resume_loads_nothing_that_the_folder_names(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "m")
+    config = config_for(tmp_path, model)
+    check_run_folder(config, resume=False)
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nclass Trap: pass\n")
+    recorded = tmp_path / "run" / "config.toml"
+    for section, name in (("environment", "name"), ("compaction", "policy")):
+        values = tomllib.loads(config.resolved())
+        values[section][name] = f"{tmp_path / 'trap.py'}:Trap"
+        recorded.write_text(tomli_w.dumps(values))
+        with pytest.raises(ConfigError, match=rf"{section}\.{name} was '.*:Trap', now"):
+            check_run_folder(config, resume=True)
+    assert not (tmp_path / "sprung").exists()
+    # a file of an earlier version, without a key that has been added since; and one that is no TOML
+    values = tomllib.loads(config.resolved())
+    del values["rollout"]["on_undeclared"], values["train"]["betas"]
+    recorded.write_text(tomli_w.dumps(values))
+    check_run_folder(config, resume=True)
+    recorded.write_text("run = [")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        check_run_folder(config, resume=True)
+
+
+def test_what_an_undeclared_break_does_may_be_chosen_after_it_ended_the_run(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "m")
+    config = config_for(tmp_path, model)
+    check_run_folder(config, resume=False)
+    (tmp_path / "run" / "config.toml").write_text(config.resolved())
+    segment = config_for(tmp_path, model, "rollout.on_undeclared=segment")
+    check_run_folder(segment, resume=True)
+    (tmp_path / "run" / "config.toml").write_text(segment.resolved())
+    with pytest.raises(ConfigError, match=r"rollout\.on_undeclared was 'segment', now 'realign'"):
+        check_run_folder(config_for(tmp_path, model, "rollout.on_undeclared=realign"), resume=True)
 
 
 def test_unwritable_run_folder(tmp_path: Path) -> None:

@@ -70,7 +70,11 @@ ESTIMATORS: dict[str, tuple[Callable[[Float64Array], Float64Array] | None, bool]
 
 
 def rollout_advantages(
-    rollouts: Iterable[R], estimator: str = "grpo", *, penalties: Mapping[str, float] | None = None
+    rollouts: Iterable[R],
+    estimator: str = "grpo",
+    *,
+    penalties: Mapping[str, float] | None = None,
+    num_trained_tokens: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
     """One advantage per voting rollout of a window.
 
@@ -83,6 +87,8 @@ def rollout_advantages(
         rollouts: of one window.
         estimator: a name in ``ESTIMATORS``.
         penalties: rollout id -> what is subtracted from its reward before any baseline, e.g. beta times its summed KL.
+        num_trained_tokens: rollout id -> its trained tokens, where not all that were sampled are (realigned drifts);
+            a rollout that is not named has none. None: all sampled ones.
 
     Returns:
         rollout id -> advantage.
@@ -120,7 +126,10 @@ def rollout_advantages(
             rewards_G = np.zeros_like(rewards_G) if _is_flat(rewards_G) else baseline(rewards_G)
         values += rewards_G.tolist()
     if is_whitened:
-        tokens = np.asarray([voter.num_sampled_tokens for voter in voters], dtype=np.int64)
+        trained = {voter.rollout_id: voter.num_sampled_tokens for voter in voters}
+        if num_trained_tokens is not None:
+            trained = num_trained_tokens
+        tokens = np.asarray([trained.get(voter.rollout_id, 0) for voter in voters], dtype=np.int64)
         values = _whitened(np.asarray(values), tokens).tolist()
     return {voter.rollout_id: value for voter, value in zip(voters, values, strict=True)}
 

@@ -291,7 +291,7 @@ class _Builder:
             f"rollout {self._rollout.rollout_id!r}, call {call.order}: its prompt ({len(call.prompt_ids)} tokens) does "
             f"not continue the {len(ids)} tokens up to call {before.order}: token {at} is {found}, expected {ids[at]}; "
             f"if the agent rewrote its history on purpose, set break_reason to compaction, template or subagent, "
-            f"otherwise keep the exact ids, or let on_undeclared choose segment or realign"
+            f"otherwise keep the exact ids, or set rollout.on_undeclared to segment or realign"
         )
 
 

@@ -16,7 +16,7 @@ from typing import cast
 from evenstep.rollout.call_tree import CallNode, OnUndeclared, Origin, call_tree, has_kept
 from evenstep.types import BREAK_REASONS, BreakReason, Rollout, Row, Segment
 
-__all__ = ["Segmentation", "SegmentationReport", "rows_of", "segmentation_of", "segments_of"]
+__all__ = ["Segmentation", "SegmentationReport", "rows_and_report", "rows_of", "segmentation_of", "segments_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +145,24 @@ def rows_of(
     ``advantages`` maps rollout ids to the one advantage of each (None: 0, until credit is known); a rollout that does
     not vote has no rows, because its reward is in no baseline. ``on_undeclared``: see `segmentation_of`.
     """
+    return rows_and_report(rollouts, advantages, on_undeclared=on_undeclared)[0]
+
+
+def rows_and_report(
+    rollouts: Iterable[Rollout],
+    advantages: Mapping[str, float] | None = None,
+    *,
+    on_undeclared: OnUndeclared = "error",
+) -> tuple[list[Row], SegmentationReport]:
+    """As `rows_of`, and what became of all their calls together."""
     rows: list[Row] = []
+    report = SegmentationReport()
     for rollout in rollouts:
         if not rollout.is_voter:
             continue
-        for segment in segments_of(rollout, on_undeclared=on_undeclared):
+        found = segmentation_of(rollout, on_undeclared=on_undeclared)
+        report += found.report
+        for segment in found.segments:
             rows.append(
                 Row(
                     row_id=f"{rollout.rollout_id}/s{segment.index}",
@@ -161,7 +174,7 @@ def rows_of(
                     engine_logprobs=segment.logprobs,
                 )
             )
-    return rows
+    return rows, report
 
 
 def _branches(nodes: Sequence[CallNode]) -> list[list[int]]:

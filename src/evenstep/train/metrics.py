@@ -22,6 +22,7 @@ METRIC_NAMES = (
     *("padding_efficiency", "lockstep_efficiency", "reward_mean", "reward_std", "zero_spread_fraction"),
     *("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ratio_max_deviation", "engine_trainer_kl"),
     *("kept_fraction", "kl_penalty_mean", "moe_balance"),
+    *("num_realigned_tokens", "num_undeclared_breaks", "num_quarantined_calls"),
     *("critic_loss", "critic_grad_norm", "value_error", "value_clip_fraction", "explained_variance"),
     *("staleness_max", "tokens_per_second", "peak_memory_bytes"),
     *("seconds_generate", "seconds_score", "seconds_train"),

@@ -6,16 +6,19 @@ a budget of their own they run in the very cells that are going to be trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from evenstep.config import Config
-from evenstep.credit import credit_by_gae, credit_by_rollout, kl_penalties
+from evenstep.credit import credit_by_gae, credit_by_rollout, kl_penalties, rollout_advantages
 from evenstep.errors import CreditError
-from evenstep.rollout.segments import rows_of, segmentation_of
+from evenstep.rollout.call_tree import OnUndeclared
+from evenstep.rollout.segments import SegmentationReport, rows_and_report, segmentation_of
 from evenstep.train import distributed
 from evenstep.train.setup import Models
 from evenstep.train.step import Scorer
@@ -34,11 +37,23 @@ class WindowRows:
     window: Window
     rows: tuple[Row, ...]
     terminal_values: Mapping[Hashable, float]  # rollout id -> a critic's value after its last token
+    report: SegmentationReport  # what became of their calls
     kl_penalty_mean: float | None = None  # over voting rollouts: what their rewards were lowered by
 
     @staticmethod
-    def of(window: Window) -> WindowRows:
-        return WindowRows(window=window, rows=tuple(rows_of(window.rollouts)), terminal_values={})
+    def of(window: Window, on_undeclared: OnUndeclared = "error") -> WindowRows:
+        rows, report = rows_and_report(window.rollouts, on_undeclared=on_undeclared)
+        return WindowRows(window=window, rows=tuple(rows), terminal_values={}, report=report)
+
+    @property
+    def metrics(self) -> dict[str, float | int | None]:
+        """What `metrics.jsonl` says of a window's rows before they are trained."""
+        return {
+            "kl_penalty_mean": self.kl_penalty_mean,
+            "num_realigned_tokens": self.report.num_realigned_tokens,
+            "num_undeclared_breaks": self.report.num_undeclared_calls,
+            "num_quarantined_calls": self.report.num_quarantined_calls,
+        }
 
     @property
     def voters(self) -> dict[Hashable, Hashable]:
@@ -75,13 +90,16 @@ def scored(windows: Sequence[WindowRows] | None, models: Models, config: Config)
     return None if windows is None else list(windows)
 
 
-def credited(window: WindowRows, config: Config, advantages_of: Callable[..., Mapping[str, float]]) -> WindowRows:
+def credited(
+    window: WindowRows, config: Config, advantages_of: Callable[..., Mapping[str, float]] | None = None
+) -> WindowRows:
     """Rows with their advantages, and for a critic with the returns it is trained towards.
 
     Args:
         window: scored.
         config: of the run.
-        advantages_of: a window's rollouts (and ``penalties``) -> advantage by rollout id; not used by ``gae``.
+        advantages_of: a window's rollouts (and ``penalties``) -> advantage by rollout id; None: the configured
+            estimator. Not used by ``gae``.
     """
     train, credit = config.train, config.credit
     coef = train.kl_coef if config.has_kl_in_reward else 0.0
@@ -91,7 +109,7 @@ def credited(window: WindowRows, config: Config, advantages_of: Callable[..., Ma
     if config.has_critic:
         for rollout in rollouts:
             if rollout.is_voter:
-                _refuse_branches(rollout)
+                _refuse_branches(rollout, config.rollout.on_undeclared)
         rows = credit_by_gae(
             rollouts,
             window.rows,
@@ -102,14 +120,25 @@ def credited(window: WindowRows, config: Config, advantages_of: Callable[..., Ma
             kl_estimator=config.kl_estimator,
         )
     else:
+        if advantages_of is None:
+            advantages_of = partial(
+                rollout_advantages, estimator=credit.estimator, num_trained_tokens=_trained_by_rollout(window.rows)
+            )
         rows = credit_by_rollout(window.rows, advantages_of(rollouts, **({"penalties": penalties} if coef else {})))
     mean = sum(penalties.values()) / max(len(window.voters), 1) if coef else None
     return replace(window, rows=tuple(rows), kl_penalty_mean=mean)
 
 
-def _refuse_branches(rollout: Rollout) -> None:
+def _trained_by_rollout(rows: Iterable[Row]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for row in rows:
+        found[str(row.rollout_id)] += row.num_trained_tokens
+    return dict(found)
+
+
+def _refuse_branches(rollout: Rollout, on_undeclared: OnUndeclared) -> None:
     """Refuse gae for calls that make no single sequence, also where it is their ids that say so."""
-    found = segmentation_of(rollout)
+    found = segmentation_of(rollout, on_undeclared=on_undeclared)
     orders = [order for segment in found.segments for order in segment.call_orders]
     if "fork" in found.report.num_segments_by_origin or orders != sorted(orders):
         raise CreditError(

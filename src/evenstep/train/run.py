@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from evenstep.config import Config
-from evenstep.credit import rollout_advantages
 from evenstep.errors import ConfigError, NumericsError
 from evenstep.report.console import Reporter
 from evenstep.train import distributed
@@ -70,7 +68,7 @@ class _Run:
                 "credit out, or set another estimator"
             )
         self.config = config
-        self.credit = credit or partial(rollout_advantages, estimator=config.credit.estimator)
+        self.credit = credit
         self.files = RunFolder(Path(config.run.dir))
         self.rank, self.num_ranks = distributed.rank_and_size()
         self.reporter = reporter if self.rank == 0 else None
@@ -138,7 +136,7 @@ class _Run:
                 started = time.perf_counter()
                 metrics = self._train_window(prepared, is_first=epoch == index == 0)
                 if windows is not None and credited_windows is not None:
-                    metrics["kl_penalty_mean"] = credited_windows[index].kl_penalty_mean
+                    metrics |= credited_windows[index].metrics
                     window = windows[epoch * len(first_pass) + index]
                     seconds = {
                         "seconds_generate": seconds_generate,
@@ -176,7 +174,7 @@ class _Run:
         config = self.config
         found = None
         if windows is not None:
-            found = [WindowRows.of(window) for window in windows if window.epoch == 0]
+            found = [WindowRows.of(window, config.rollout.on_undeclared) for window in windows if window.epoch == 0]
         if config.has_scoring_pass:
             self._phase("score")
         # without a pass too: old log-probs of the engine come from the rollouts
