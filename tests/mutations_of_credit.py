@@ -29,8 +29,8 @@ CREDIT: list[Mutation] = [
     _PASSES(
         name="whitening by sampled tokens",
         why="Tokens that were realigned away still weigh in the window's mean and deviation.",
-        old="num_trained_tokens=_trained_by_rollout(window.rows)",
-        new="num_trained_tokens=None",
+        old='"num_trained_tokens": _trained_by_rollout(window.rows)',
+        new='"num_trained_tokens": None',
         killed_by="tests/unit/train/test_credit_of_windows.py::test_whitening_weighs_by_trained_tokens",
     ),
     _ADVANTAGES(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,11 +119,10 @@ def credited(
             kl_estimator=config.kl_estimator,
         )
     else:
+        given: dict[str, Any] = {"penalties": penalties} if coef else {}
         if advantages_of is None:
-            advantages_of = partial(
-                rollout_advantages, estimator=credit.estimator, num_trained_tokens=_trained_by_rollout(window.rows)
-            )
-        rows = credit_by_rollout(window.rows, advantages_of(rollouts, **({"penalties": penalties} if coef else {})))
+            given |= {"estimator": credit.estimator, "num_trained_tokens": _trained_by_rollout(window.rows)}
+        rows = credit_by_rollout(window.rows, (advantages_of or rollout_advantages)(rollouts, **given))
     mean = sum(penalties.values()) / max(len(window.voters), 1) if coef else None
     return replace(window, rows=tuple(rows), kl_penalty_mean=mean)
 
