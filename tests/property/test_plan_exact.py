@@ -4,6 +4,7 @@
 2. The planner's gap to the optimum is printed and bounded, for packed and padded rows and both ways to synchronise.
 3. High effort is never worse than default effort.
 4. Bin-packing bound: the number of micro-batches is never below it, and the bound is what hand-made cases say.
+5. Layout ``tree``: all of it for random tries and for groups, under the rule that no cell is empty beside two rows.
 """
 
 import random
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from evenstep.plan import CostModel, plan_step
+from evenstep.plan import CostModel, plan_step, shared_prefixes
+from plan_cases import tree_keys
 
 COST = CostModel(c0=4.0, c1=1.0, c2=0.02)
 
@@ -154,3 +156,86 @@ def test_bin_packing_bound(lengths: list[int], budget: int, expected: int) -> No
     plan = plan_step(lengths, num_ranks=1, max_tokens_per_gpu=budget, layout="packed")
     assert plan.stats.num_microbatches_lower_bound == expected
     assert plan.num_microbatches == expected
+
+
+def _tree_cell(keys: list[list[int]], budget: int) -> float | None:
+    """Cost of a cell's distinct nodes; None when it breaks the budget."""
+    nodes = {tuple(key[: i + 1]) for key in keys for i in range(len(key))}
+    if len(nodes) > budget and len(keys) > 1:
+        return None
+    return sum(COST.c1 + COST.c2 * len(node) for node in nodes)
+
+
+def _tree_optimum(keys: list[list[int]], num_ranks: int, budget: int, sync: str) -> tuple[float, int]:
+    """Least step cost, least K."""
+    best, fewest = float("inf"), 10**9
+    known: dict[tuple[int, ...], float | None] = {}
+    for cells in _partitions(len(keys)):
+        for cell in cells:
+            if tuple(cell) not in known:
+                known[tuple(cell)] = _tree_cell([keys[i] for i in cell], budget)
+        costs = [known[tuple(cell)] for cell in cells]
+        if any(cost is None for cost in costs):
+            continue
+        found = sorted((cost for cost in costs if cost is not None), reverse=True)
+        k = -(-len(found) // num_ranks)
+        fewest = min(fewest, k)
+        if len(found) not in (k * num_ranks, len(keys)):
+            continue  # a filler beside a cell of two rows
+        if sync == "micro_batch":
+            best = min(best, sum(found[::num_ranks]) + COST.c0 * k)
+        elif sum(found) / num_ranks + COST.c0 * k < best:
+            best = min(best, _best_rank_cost(found, num_ranks, k) + COST.c0 * k)
+    return best, fewest
+
+
+def _tree_inputs(count: int, num_rows: int, kind: str) -> Iterator[tuple[list[list[int]], int, int]]:
+    draw = random.Random(11)
+    for _ in range(count):
+        rows, num_ranks = draw.randint(2, num_rows), draw.randint(1, 3)
+        if kind == "tries":
+            keys = tree_keys(rows, draw.choice([6, 15, 30]), draw.randrange(2**32))
+        else:
+            group = draw.randint(1, 4)
+            prompts = [[100 + i] * draw.randint(2, 15) for i in range(rows)]
+            keys = [prompts[i // group] + [i] * draw.randint(1, 12) for i in range(rows)]
+        longest = max(map(len, keys))
+        yield keys, num_ranks, draw.randint(longest * 2 // 3 + 2, 2 * longest + 2)
+
+
+def _tree_gaps(kind: str, sync: str, count: int, num_rows: int) -> list[float]:
+    gaps = []
+    for keys, num_ranks, budget in _tree_inputs(count, num_rows, kind):
+        best, fewest = _tree_optimum(keys, num_ranks, budget, sync)
+        plan = plan_step(
+            [len(key) for key in keys],
+            num_ranks=num_ranks,
+            max_tokens_per_gpu=budget,
+            layout="tree",
+            prefixes=shared_prefixes(keys),
+            sync=sync,
+            cost=COST,
+        )
+        assert plan.stats.lower_bound <= best + 1e-6, (keys, num_ranks, budget)
+        assert plan.stats.num_microbatches_lower_bound <= fewest, (keys, num_ranks, budget)
+        assert plan.stats.step_cost >= best - 1e-6, "the search above is not exhaustive"
+        gaps.append(plan.stats.step_cost / best)
+    return gaps
+
+
+@pytest.mark.parametrize("sync", ["micro_batch", "step"])
+@pytest.mark.parametrize(("kind", "least_equal", "most"), [("tries", 95, 1.05), ("groups", 85, 1.12)])
+def test_gap_of_trees_to_the_optimum(kind: str, sync: str, least_equal: int, most: float) -> None:
+    gaps = _tree_gaps(kind, sync, 100, 7)
+    num_equal = sum(gap < 1 + 1e-9 for gap in gaps)
+    print(f"tree, {kind}, {sync}: mean gap {np.mean(gaps):.4f}, worst {max(gaps):.4f}, optimal {num_equal} of 100")
+    assert num_equal >= least_equal
+    assert max(gaps) <= most
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["tries", "groups"])
+def test_tree_bounds_hold_on_many_inputs(kind: str) -> None:
+    for sync in ("micro_batch", "step"):
+        _tree_gaps(kind, sync, 1500, 8)

@@ -6,6 +6,8 @@ prefix. Blocks are again rows of a trie: what two blocks share is the least that
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +16,7 @@ import numpy as np
 from evenstep.plan.problem import Problem
 from evenstep.types import Int64Array
 
-__all__ = ["Blocks", "cut_cell", "join_blocks", "make_blocks", "put_into_cells"]
+__all__ = ["Blocks", "cut_cell", "even_runs", "join_blocks", "make_blocks", "put_into_cells"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,8 @@ class Blocks:
     tokens_M: Int64Array  # distinct tokens of each block by itself
     costs_M: Int64Array  # their cost, without rounding up
     counts_M: Int64Array  # rows
-    shared_M: Int64Array  # tokens each block shares with the one before it
-    shared_costs_M: Int64Array  # and their cost
+    # branching nodes above each block, the deepest last; the depth of each node, and the cost down to it
+    nodes_above: tuple[list[tuple[int, ...]], list[int], list[int]]
 
     def cell_of_rows(self, cell_of_M: Int64Array, num_rows: int) -> Int64Array:
         """[R] Cell of each row from the cell of each block."""
@@ -47,15 +49,14 @@ def make_blocks(problem: Problem, positions: Int64Array, *, limit: int, max_rows
         shared[1:], shared_costs[1:] = trie.between(places[:-1], places[1:])
     tokens = _sums(problem.widths_R[positions] - shared)
     costs = _sums(problem.costs_R[positions] - shared_costs)
-    starts = np.array(_cut(shared, tokens, limit, max_rows), dtype=np.int64)
+    starts = np.array(_cut(shared, tokens.tolist(), limit, max_rows), dtype=np.int64)
     ends = np.append(starts[1:], places.size)
     return Blocks(
         positions=np.split(positions, starts[1:]),
         tokens_M=tokens[ends] - tokens[starts] + shared[starts],
         costs_M=costs[ends] - costs[starts] + shared_costs[starts],
         counts_M=ends - starts,
-        shared_M=shared[starts],
-        shared_costs_M=shared_costs[starts],
+        nodes_above=_nodes_above(shared[starts], shared_costs[starts]),
     )
 
 
@@ -63,20 +64,21 @@ def _sums(values: Int64Array) -> Int64Array:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
 
 
-def _cut(shared: Int64Array, tokens: Int64Array, limit: int, max_rows: int) -> list[int]:
-    """First row of each block."""
+def _cut(shared_R: Int64Array, tokens: list[int], limit: int, max_rows: int) -> list[int]:
+    """First row of each block; ``tokens[i]`` are those of the first i rows, each less what it shares."""
+    shared = shared_R.tolist()
 
     def fits(start: int, end: int) -> bool:
         return end - start == 1 or (tokens[end] - tokens[start] + shared[start] <= limit and end - start <= max_rows)
 
     starts: list[int] = []
-    runs = [(0, shared.size)]
+    runs = [(0, shared_R.size)]
     while runs:
         start, end = runs.pop()
         if fits(start, end):
             starts.append(start)
             continue
-        inner = shared[start + 1 : end]
+        inner = shared_R[start + 1 : end]
         prefix = int(inner.min())
         cuts = [start, *(np.flatnonzero(inner == prefix) + start + 1).tolist(), end]
         whole: list[tuple[int, int]] = []  # small subtrees side by side
@@ -94,15 +96,15 @@ def _cut(shared: Int64Array, tokens: Int64Array, limit: int, max_rows: int) -> l
 def _even_runs(
     subtrees: list[tuple[int, int]],
     prefix: int,
-    shared: Int64Array,
-    tokens: Int64Array,
+    shared: list[int],
+    tokens: list[int],
     limit: int,
     max_rows: int,
 ) -> list[int]:
     """First rows of runs of neighbouring subtrees under one node of depth ``prefix``, of about equal size."""
     if prefix == 0 or len(subtrees) < 2:
         return [start for start, _ in subtrees]
-    own = [int(tokens[end] - tokens[start] + shared[start]) - prefix for start, end in subtrees]
+    own = [tokens[end] - tokens[start] + shared[start] - prefix for start, end in subtrees]
     room = max(1, limit - prefix)
     total = max(1, sum(own))  # copies add nothing
     share = -(-total // -(-total // room))
@@ -118,6 +120,64 @@ def _even_runs(
     return starts
 
 
+def even_runs(problem: Problem, num_cells: int) -> Int64Array | None:
+    """[R] Cells that are runs of the rows in the order of tokens, the most expensive as cheap as it can be.
+
+    Each cut repeats one beginning. None when the budget needs more cells; rows over it get theirs first.
+    """
+    trie, capacity = problem.trie, problem.room.capacity
+    assert trie is not None
+    over = problem.num_overlong
+    places = np.sort(trie.place_R[over:])
+    cell_of_R = np.arange(problem.num_rows)
+    num_cells -= over
+    if places.size == 0:
+        return cell_of_R
+    if num_cells < 1:
+        return None
+    positions = trie.position_R[places]
+    shared = np.zeros(places.size, dtype=np.int64)
+    shared_costs = np.zeros(places.size, dtype=np.int64)
+    shared[1:], shared_costs[1:] = trie.between(places[:-1], places[1:])
+    tokens = _sums(problem.widths_R[positions] - shared).tolist()
+    costs = _sums(problem.costs_R[positions] - shared_costs).tolist()
+    most_tokens = tokens[-1] if capacity is None else capacity
+    max_rows = problem.room.max_rows or places.size
+    begin, begin_cost = shared.tolist(), shared_costs.tolist()
+
+    def cut(limit: int) -> list[int] | None:
+        starts = [0]
+        while len(starts) <= num_cells:
+            start = starts[-1]
+            end = min(
+                bisect_right(costs, costs[start] - begin_cost[start] + limit) - 1,
+                bisect_right(tokens, tokens[start] - begin[start] + most_tokens) - 1,
+                start + max_rows,
+            )
+            if end <= start:
+                return None
+            if end >= places.size:
+                return starts
+            starts.append(end)
+        return None
+
+    low, high = 0, max(costs[-1], int(problem.costs_R[0]))
+    found = cut(high)
+    if found is None:
+        return None
+    while high - low > max(1, high // 1000):
+        middle = (low + high) // 2
+        trial = cut(middle)
+        if trial is None:
+            low = middle
+        else:
+            high, found = middle, trial
+    begins = np.zeros(places.size, dtype=np.int64)
+    begins[found[1:]] = 1
+    cell_of_R[positions] = over + np.cumsum(begins)
+    return cell_of_R
+
+
 def put_into_cells(
     problem: Problem, blocks: Blocks, num_cells: int, *, affinity: int, capacity: int | None
 ) -> Int64Array | None:
@@ -126,35 +186,37 @@ def put_into_cells(
     Blocks go, the most expensive first, to the cell that costs least with it; ``affinity`` counts what the block itself
     adds there that many times more, so that blocks look for cells which have their prefix.
     """
-    open_cells = _OpenCells(problem, blocks, num_cells, capacity)
+    cells = _OpenCells(problem, blocks, num_cells, capacity)
+    weight = 1 + affinity
     for block in np.argsort(-blocks.costs_M, kind="stable").tolist():
-        added_tokens, added_costs = open_cells.added_by(block)
-        may = open_cells.have_room(block, added_tokens)
-        key = np.where(may, open_cells.costs_C + (1 + affinity) * added_costs, np.iinfo(np.int64).max)
-        cell = int(key.argmin())
-        if not may[cell]:
+        found = cells.best(block, lambda here, _, added: cells.costs_C[here] + weight * added)
+        if found is None:
             return None
-        open_cells.put(block, cell, int(added_tokens[cell]), int(added_costs[cell]))
-    return open_cells.cell_of_M
+        cells.put(block, *found)
+    return cells.cell_of_M
 
 
 def join_blocks(problem: Problem, blocks: Blocks) -> list[list[int]]:
-    """Positions of the rows of each cell, few cells: each block, the largest first, goes where it adds least."""
-    open_cells = _OpenCells(problem, blocks, 1, problem.room.capacity)
+    """Positions of the rows of each cell, few cells: each block, the largest first, goes where it adds least.
+
+    Among cells where it adds equally it goes to the fullest.
+    """
+    cells = _OpenCells(problem, blocks, 0, problem.room.capacity)
+    scale = cells.capacity + 1
     for block in np.argsort(-blocks.tokens_M, kind="stable").tolist():
-        added_tokens, added_costs = open_cells.added_by(block)
-        may = open_cells.have_room(block, added_tokens)
-        # where it adds least and, among those, in the fullest; the last cell is always empty
-        key = np.where(may, added_tokens * (open_cells.capacity + 1) - open_cells.tokens_C, np.iinfo(np.int64).max)
-        key[-1] = np.iinfo(np.int64).max - 1
-        cell = int(key.argmin())
-        open_cells.put(block, cell, int(added_tokens[cell]), int(added_costs[cell]))
-        if cell == key.size - 1:
-            open_cells.add_cell()
-    cells: list[list[int]] = [[] for _ in range(open_cells.tokens_C.size - 1)]
-    for block, cell in enumerate(open_cells.cell_of_M.tolist()):
-        cells[cell].extend(blocks.positions[block].tolist())
-    return [sorted(cell) for cell in cells]
+        found = cells.best(block, lambda here, added, _: added * scale + cells.room_C[here])
+        if found is None:
+            cells.add_cell()
+            found = (cells.rows_C.size - 1, int(blocks.tokens_M[block]), int(blocks.costs_M[block]))
+        cells.put(block, *found)
+    parts: list[list[int]] = [[] for _ in range(cells.rows_C.size)]
+    for block, cell in enumerate(cells.cell_of_M.tolist()):
+        parts[cell].extend(blocks.positions[block].tolist())
+    return [sorted(part) for part in parts]
+
+
+# what a choice costs, from cells and what a block would add to them: tokens, cost
+_Key = Callable[[Int64Array, int, int], Int64Array]
 
 
 class _OpenCells:
@@ -164,48 +226,58 @@ class _OpenCells:
         self.blocks = blocks
         self.capacity = int(blocks.tokens_M.sum()) if capacity is None else capacity
         self.max_rows = problem.room.max_rows or problem.num_rows
-        self.tokens_C = np.zeros(num_cells, dtype=np.int64)
+        self.room_C = np.full(num_cells, self.capacity, dtype=np.int64)
         self.costs_C = np.zeros(num_cells, dtype=np.int64)
         self.rows_C = np.zeros(num_cells, dtype=np.int64)
         self.cell_of_M = np.full(blocks.tokens_M.size, -1, dtype=np.int64)
-        self._above_M, self._depths, self._depth_costs = _nodes_above(blocks)
-        self._cells_below: list[dict[int, None]] = [{} for _ in self._depths]
+        self._above_M, self._depths, self._depth_costs = blocks.nodes_above
+        self._cells_below: dict[int, list[int]] = {}
 
     def add_cell(self) -> None:
         """One more, empty."""
-        self.tokens_C, self.costs_C, self.rows_C = (
-            np.append(values, 0) for values in (self.tokens_C, self.costs_C, self.rows_C)
-        )
+        self.room_C = np.append(self.room_C, self.capacity)
+        self.costs_C, self.rows_C = np.append(self.costs_C, 0), np.append(self.rows_C, 0)
 
-    def added_by(self, block: int) -> tuple[Int64Array, Int64Array]:
-        """[C] Tokens and cost that a block would add to each cell: less what it shares with a block there."""
-        tokens = np.full(self.tokens_C.size, self.blocks.tokens_M[block])
-        costs = np.full(self.tokens_C.size, self.blocks.costs_M[block])
-        for node in self._above_M[block]:  # the deepest last
-            cells = list(self._cells_below[node])
-            if not cells:
-                break
-            tokens[cells] = self.blocks.tokens_M[block] - self._depths[node]
-            costs[cells] = self.blocks.costs_M[block] - self._depth_costs[node]
-        return tokens, costs
+    def best(self, block: int, key: _Key) -> tuple[int, int, int] | None:
+        """The cell with the least key that has room for a block, and the tokens and cost that it adds there.
 
-    def have_room(self, block: int, added_tokens_C: Int64Array) -> np.ndarray:
-        """[C] Cells that may take a block; an empty one may always."""
-        fits = self.tokens_C + added_tokens_C <= self.capacity
-        return (self.rows_C == 0) | (fits & (self.rows_C + self.blocks.counts_M[block] <= self.max_rows))
+        It adds what it has by itself, less what it shares with a block there: the depth of the deepest node above it
+        that the cell has rows below. An empty cell takes a row of any length.
+        """
+        tokens, cost = int(self.blocks.tokens_M[block]), int(self.blocks.costs_M[block])
+        choices: list[tuple[int, int, int, int]] = []
+        for node in (*self._above_M[block][::-1], 0):
+            below = self._cells_below.get(node)
+            if node and not below:
+                continue
+            added_tokens, added_cost = tokens - self._depths[node], cost - self._depth_costs[node]
+            here = np.arange(self.rows_C.size) if below is None else np.array(below)
+            may = (self.room_C[here] >= added_tokens) | (self.rows_C[here] == 0)
+            if self.max_rows < self.cell_of_M.size:
+                may &= self.rows_C[here] + self.blocks.counts_M[block] <= self.max_rows
+            here = here[may]
+            if here.size:
+                keys = key(here, added_tokens, added_cost)
+                at = int(keys.argmin())
+                choices.append((int(keys[at]), int(here[at]), added_tokens, added_cost))
+        return min(choices)[1:] if choices else None
 
     def put(self, block: int, cell: int, added_tokens: int, added_cost: int) -> None:
         self.cell_of_M[block] = cell
-        self.tokens_C[cell] += added_tokens
+        self.room_C[cell] -= added_tokens
         self.costs_C[cell] += added_cost
         self.rows_C[cell] += self.blocks.counts_M[block]
         for node in self._above_M[block]:
-            self._cells_below[node][cell] = None
+            below = self._cells_below.setdefault(node, [])
+            if cell not in below:
+                below.append(cell)
 
 
-def _nodes_above(blocks: Blocks) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+def _nodes_above(
+    shared_M: Int64Array, shared_costs_M: Int64Array
+) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
     """For each block the branching nodes above it, the deepest last; depth of each node and the cost down to it."""
-    shared, costs = blocks.shared_M.tolist(), blocks.shared_costs_M.tolist()
+    shared, costs = shared_M.tolist(), shared_costs_M.tolist()
     shared.append(0)
     costs.append(0)
     depths, depth_costs, parents = [0], [0], [-1]

@@ -14,7 +14,7 @@ from evenstep.plan.problem import Problem
 from evenstep.plan.profile import heads_and_level
 from evenstep.types import Int64Array
 
-__all__ = ["Bounds", "fewest_cells", "lower_bounds"]
+__all__ = ["Bounds", "fewest_cells", "lower_bounds", "tree_lockstep_bound"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,14 @@ def _tree_cost(problem: Problem, positions: Int64Array, num_cells: int) -> int:
     _, _, costs = _in_order_of_tokens(problem, positions)
     distinct = int(problem.costs_R[positions].sum() - costs.sum())
     return distinct + int(np.sort(costs[1:])[: num_cells - 1].sum())
+
+
+def tree_lockstep_bound(problem: Problem, num_microbatches: int) -> int:
+    """Least lockstep cost of rows of layout ``tree`` that may go anywhere, in exactly K micro-batches."""
+    rows = np.arange(problem.num_rows)
+    num_cells = min(problem.num_rows, num_microbatches * problem.num_ranks)
+    mean = -(-_tree_cost(problem, rows, num_cells) // problem.num_ranks)
+    return max(mean, int(problem.costs_R[0])) + problem.c0 * num_microbatches
 
 
 def _tree_bounds(problem: Problem, rank_of_R: Int64Array | None) -> Bounds:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.plan.balance import place_for_ranks
-from evenstep.plan.blocks import make_blocks, put_into_cells
-from evenstep.plan.bounds import lower_bounds
+from evenstep.plan.blocks import even_runs, make_blocks, put_into_cells
+from evenstep.plan.bounds import lower_bounds, tree_lockstep_bound
 from evenstep.plan.deal import Placed, deal, lockstep_cost
 from evenstep.plan.exchange import exchange_rows
 from evenstep.plan.local import group_rows, split_to_count
@@ -17,6 +17,7 @@ from evenstep.plan.pad import cut_rows
 from evenstep.plan.problem import Problem
 from evenstep.plan.profile import heads_and_level
 from evenstep.plan.request import Effort, Sync
+from evenstep.plan.trade import trade_rows
 from evenstep.types import Int64Array
 
 __all__ = ["deal_found", "place_global"]
@@ -31,6 +32,7 @@ class _Work:
     starts: int  # partitions that are improved by exchanges
     shares: tuple[int, ...]  # tree: largest block, per cent of the mean cell
     affinities: tuple[int, ...]  # tree: how much blocks look for cells that have their prefix
+    most_put: int  # tree: blocks that are put into cells, for each K
     exchanges: int  # cells times rounds of exchanges, for each of these partitions
     most_rounds: int  # rounds of exchanges at most
     width: int  # rows of a cell that an exchange looks at
@@ -45,8 +47,9 @@ _WORK: dict[Effort, _Work] = {
         extra_microbatches=1,
         levels=(950, 1000),
         starts=1,
-        shares=(100, 50, 25),
-        affinities=(0, 1),
+        shares=(100, 25, 12),
+        affinities=(1, 3),
+        most_put=3_000,
         exchanges=4_000,
         most_rounds=40,
         width=8,
@@ -60,6 +63,7 @@ _WORK: dict[Effort, _Work] = {
         starts=3,
         shares=(120, 100, 80, 50, 33, 25, 12),
         affinities=(0, 1, 3),
+        most_put=60_000,
         exchanges=33_000,
         most_rounds=200,
         width=16,
@@ -137,27 +141,40 @@ def _padded(problem: Problem, work: _Work) -> _Found:
 def _tree(problem: Problem, work: _Work) -> _Found:
     """Try blocks of several sizes in a few K; the packed plan, which ignores what rows share, is one of the tries."""
     packed = _packed(problem.as_packed, work)
-    best = _judge(problem, packed.cell_of_R, packed.num_microbatches)
-    for item in _fewest(problem):
-        best = min(best, item, key=lambda item: item.cost)
+    found = [_judge(problem, packed.cell_of_R, packed.num_microbatches), *_fewest(problem)]
     every, least = np.arange(problem.num_rows), lower_bounds(problem).num_microbatches
-    distinct = int(problem.cell_tokens(np.zeros(problem.num_rows, dtype=np.int64), 1)[0])
+    distinct = int(problem.cell_tokens(np.zeros_like(every), 1)[0])
     capacity = problem.room.capacity
-    counts = [problem.round_k(least + i) for i in range(work.extra_microbatches + 2 if capacity is not None else 1)]
-    for k in dict.fromkeys(counts):
+    max_rows = problem.room.max_rows or problem.num_rows
+    k = least
+    while True:
         num_cells = k * problem.num_ranks
+        tries = [even_runs(problem, num_cells)]
         mean = -(-distinct // num_cells)
+        num_put = 0
         for share in work.shares:
-            limit = max(1, min(capacity or distinct, mean * share // 100))
-            blocks = make_blocks(problem, every, limit=limit, max_rows=problem.room.max_rows or problem.num_rows)
+            blocks = make_blocks(
+                problem, every, limit=min(capacity or distinct, mean * share // 100), max_rows=max_rows
+            )
             for affinity in work.affinities:
-                cell_of_M = put_into_cells(problem, blocks, num_cells, affinity=affinity, capacity=capacity)
-                if cell_of_M is None:
-                    continue
-                cell_of_R = blocks.cell_of_rows(cell_of_M, problem.num_rows)
-                found = _judge(problem, _fill_empty(problem, cell_of_R, k), k)
-                best = min(best, found, key=lambda item: item.cost)
-    return best
+                num_put += blocks.tokens_M.size
+                if num_put <= work.most_put:
+                    cell_of_M = put_into_cells(problem, blocks, num_cells, affinity=affinity, capacity=capacity)
+                    tries.append(None if cell_of_M is None else blocks.cell_of_rows(cell_of_M, problem.num_rows))
+        here = [_judge(problem, _fill_empty(problem, cells, k), k) for cells in tries if cells is not None]
+        here.sort(key=lambda item: item.cost)  # stable: the earlier of equals stays first
+        for start in here[: work.starts]:
+            size = num_cells + problem.num_rows // 8  # a round looks at every row
+            rounds = min(work.most_rounds, max(_LEAST_ROUNDS, work.exchanges // size))
+            better = trade_rows(problem, start.cell_of_R, k, rounds=rounds, width=work.width)
+            found += [start, _judge(problem, better, k)]
+        best = min(found, key=lambda item: item.cost)
+        k = problem.round_k(k + 1)
+        # more micro-batches launch and repeat more: go on only where fewer had no room, or left some to gain
+        if capacity is None or (here and k > least + work.extra_microbatches) or k > found[0].num_microbatches:
+            return best
+        if tree_lockstep_bound(problem, k) >= best.cost:
+            return best
 
 
 def _packed(problem: Problem, work: _Work) -> _Found:

@@ -49,7 +49,7 @@ class Trie:
     ) -> tuple[Int64Array, Int64Array]:
         """[C] Tokens that the rows of each cell share, and their cost; of all rows, or of those at some positions."""
         places = self.place_R if positions_B is None else self.place_R[positions_B]
-        order = np.lexsort((places, cell_of_B))
+        order = np.argsort(cell_of_B * self.place_R.size + places)  # no two are equal
         cells, places = cell_of_B[order], places[order]
         same = np.flatnonzero(cells[1:] == cells[:-1])
         tokens, costs = self.between(places[same], places[same + 1])
