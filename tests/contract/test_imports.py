@@ -48,6 +48,7 @@ def imported(path: Path) -> set[str]:
          {"torch", "pydantic", "typer", "rich"}),
         ("from evenstep import Row, Rollout, Call, StepPlan", {"torch", "pydantic", "typer", "rich"}),
         ("import evenstep.files, evenstep.config, evenstep.preflight, evenstep.cli, evenstep.report.console", TORCH),
+        ("import evenstep.report.html_page, evenstep.cli.report", TORCH),
         ("import evenstep.cli", {*TORCH, "numpy"}),
     ],
 )  # fmt: skip

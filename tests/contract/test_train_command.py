@@ -128,7 +128,7 @@ def test_interrupted_and_continued(model: Path, tmp_path: Path) -> None:
     assert {record["num_rollouts"] for record in records} == {8}
     names = [rollout.rollout_id for file in sorted((run / "rollouts").iterdir()) for rollout in read_rollouts(file)]
     assert len(names) == len(set(names)) == 8 * NUM_COLLECTIONS
-    for name in ("config.toml", "plans", "checkpoints", "model/model.safetensors"):
+    for name in ("config.toml", "plans", "checkpoints", "model/model.safetensors", "report.html"):
         assert (run / name).exists(), name
         assert f"{run / name.split('/')[0]}: " in output
     rows = [line for line in output.splitlines() if re.match(r" *\d+\*? ", line)]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from evenstep import __version__
+from evenstep.cli.report import report
 from evenstep.cli.train import train
 
 __all__ = ["app", "main"]
@@ -19,6 +20,7 @@ app = typer.Typer(
     help="Reinforcement learning on rollouts of any shape, with the exact optimizer step of one huge batch.",
 )
 app.command()(train)
+app.command()(report)
 
 
 def _print_version(is_asked: bool) -> None:

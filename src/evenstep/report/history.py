@@ -10,7 +10,7 @@ from typing import Any
 
 from evenstep.report.columns import duration, number
 
-__all__ = ["History"]
+__all__ = ["HELDOUT", "History", "counted", "spread"]
 
 # shares of an evaluation: its key, the key of the floor beneath it, what it is called
 HELDOUT = (
@@ -19,6 +19,7 @@ HELDOUT = (
 )
 LOST = (("eval_num_failed", "failed, in no mean"), ("eval_num_truncated", "truncated"))
 PLACES = (
+    ("report.html", "this run as a page, for a browser"),
     ("config.toml", "the resolved configuration"),
     ("metrics.jsonl", "a line per window and evaluation"),
     ("collections.jsonl", "which groups each collection was made of"),
@@ -66,14 +67,14 @@ class History:
     def opening(self, info: Mapping[str, Any]) -> str:
         goes_on = f", going on after window {info['first_window']}" if info["first_window"] else ""
         return (
-            f"evenstep: {number(info['num_parameters'])} parameters on {_counted(info['num_ranks'], 'rank')}, "
-            f"{_counted(info['num_windows'], 'window')}{goes_on}, in {info['folder']}"
+            f"evenstep: {number(info['num_parameters'])} parameters on {counted(info['num_ranks'], 'rank')}, "
+            f"{counted(info['num_windows'], 'window')}{goes_on}, in {info['folder']}"
         )
 
     def evaluation_line(self, result: Mapping[str, Any]) -> str:
         scores = ", ".join(f"{text} {result[key]:.3f}" for key, _, text in HELDOUT if result[key] is not None)
         lost = ", ".join(f"{result[key]} {word}" for key, word in LOST if result.get(key))
-        return f"held-out after {_counted(result['window'], 'window')}: {scores}{f' ({lost})' if lost else ''}"
+        return f"held-out after {counted(result['window'], 'window')}: {scores}{f' ({lost})' if lost else ''}"
 
     def summary(self, folder: str) -> Iterator[str]:
         """The last words: what was learned, what a step looked like, where things are."""
@@ -101,7 +102,7 @@ class History:
         if not self.windows:
             return
         num_steps = sum(window["stepped"] for window in self.windows)
-        counts = f"{_counted(len(self.windows), 'window')}, {_counted(num_steps, 'optimizer step')}"
+        counts = f"{counted(len(self.windows), 'window')}, {counted(num_steps, 'optimizer step')}"
         yield f"What a step looked like ({counts}; median, least to most)"
         for name, text, digits in (
             ("num_rollouts", "rollouts", 0),
@@ -119,13 +120,23 @@ class History:
         ):
             values = [window[name] for window in self.windows if window[name] is not None]
             if values:
-                yield f"  {text}: {_spread(values, digits)}"
+                yield f"  {text}: {spread(values, digits)}"
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int) -> str:
+    """The median, and the least and the most where they differ.
+
+    >>> spread([3, 1, 2], 0), spread([0.5, 0.5], 2)
+    ('2 (1 to 3)', '0.50')
+    """
     median, least, most = (f"{value:,.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
     return median if least == most else f"{median} ({least} to {most})"
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "rank"), counted(2000, "rank")
+    ('1 rank', '2000 ranks')
+    """
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -16,6 +16,7 @@ from typing import Any
 from evenstep.config import Config
 from evenstep.errors import ConfigError, NumericsError
 from evenstep.report.console import Reporter
+from evenstep.report.html_page import write_report
 from evenstep.train import distributed
 from evenstep.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from evenstep.train.collecting import Collector, Counters
@@ -110,6 +111,7 @@ class _Run:
         if config.checkpoint.export:
             self.models.export(self.files.path)
         if self.reporter:
+            self._write_page()
             self.reporter.finish({"folder": str(self.files.path), "evaluations": self.evaluations})
 
     @property
@@ -192,7 +194,7 @@ class _Run:
         if not window.rows:
             return None
         prepared = self.trainer.prepare(window.rows, window.voters)
-        self.files.write_plan(window.window.window, prepared.plan.to_json())
+        self.files.write_plan(window.window.window, prepared.plan, window.rows)
         for item in prepared.plan.overlong:
             self._notice(
                 f"row {window.rows[item.row].row_id} has {item.length} tokens, more than the budget of {item.budget}: "
@@ -287,6 +289,12 @@ class _Run:
         if self.rank == 0:
             config, counters = self.config.resolved(), self.counters
             self.evaluations = self.files.open(config, window=counters.window, collection=counters.collection)
+
+    def _write_page(self) -> None:
+        try:
+            write_report(self.files.path)
+        except Exception as error:  # noqa: BLE001 -- the run is done and saved: a page that fails must not fail it
+            self._notice(f"no report.html was written ({type(error).__name__}: {error}); see: evenstep report --debug")
 
     def _phase(self, name: str) -> None:
         if self.reporter:

@@ -7,18 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from evenstep.errors import ConfigError, FileFormatError
 from evenstep.files import read_rollouts, write_rollouts
-from evenstep.types import Rollout
+from evenstep.plan import StepPlan
+from evenstep.types import Rollout, Row
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-__all__ = ["RunFolder"]
+__all__ = ["Record", "RunFolder", "read_records"]
 
 HELD_WAIT_S = 20.0  # for the ranks of a launcher that was killed
 
@@ -28,7 +29,7 @@ Record = dict[str, Any]
 class RunFolder:
     """The paths and line files of a run; only rank 0 writes.
 
-    ``metrics.jsonl`` has a line per window and evaluation, ``rollouts/index.jsonl`` one per closed collection.
+    ``metrics.jsonl`` has a line per window and evaluation, ``collections.jsonl`` one per closed collection.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,8 +84,19 @@ class RunFolder:
     def _carried(self, index: int) -> Path:
         return self.rollouts / f"carried_{index:06d}.jsonl.gz"
 
-    def write_plan(self, window: int, plan: str) -> None:
-        (self.plans / f"window_{window:06d}.json").write_text(plan)
+    def write_plan(self, window: int, plan: StepPlan, rows: Sequence[Row]) -> None:
+        """The plan, and under ``rows`` what its indices speak of: ids and lengths, as in a file of lengths."""
+        described = [
+            {
+                "row_id": row.row_id,
+                "rollout_id": row.rollout_id,
+                "group_id": row.group_id,
+                "num_tokens": row.num_tokens,
+                "num_trained_tokens": row.num_trained_tokens,
+            }
+            for row in rows
+        ]
+        _write(self.plans / f"window_{window:06d}.json", json.dumps(plan.to_dict() | {"rows": described}))
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         _append(self._metrics, record)
@@ -119,26 +131,35 @@ def _write(path: Path, text: str) -> None:
 
 def _keep(path: Path, is_kept: Callable[[Record], bool]) -> list[Record]:
     """Drop the lines of what is going to be done again; written aside, then renamed."""
-    kept = [record for record in _read(path) if is_kept(record)] if path.exists() else []
+    kept = [record for record in read_records(path)[0] if is_kept(record)] if path.exists() else []
     _write(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
 
 
-def _read(path: Path) -> list[Record]:
-    """The lines of a file; a last one that a crash cut short is left out."""
+def read_records(path: Path) -> tuple[list[Record], bool]:
+    """The objects of a file, one a line; and whether a last line without an end (crash, or still written) was left out.
+
+    Raises:
+        FileFormatError: another line is not a JSON object.
+    """
     records: list[Record] = []
-    lines = path.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    end = lines.pop()  # what follows the last line break
+    for number, line in enumerate([*lines, end] if end else lines, start=1):
         try:
-            records.append(json.loads(line))
+            found, problem = json.loads(line), "another JSON value"
         except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
+            found, problem = None, error.msg
+        if isinstance(found, dict):
+            records.append(cast(Record, found))
+        elif number > len(lines):
+            return records, True
+        else:
             raise FileFormatError(
-                f"{path}, line {number}: a JSON object was expected, found {line.strip()[:60]!r} ({error.msg}); remove "
+                f"{path}, line {number}: a JSON object was expected, found {line.strip()[:60]!r} ({problem}); remove "
                 f"the line, or start a new run"
-            ) from error
-    return records
+            )
+    return records, False
 
 
 def _is_before(record: Record, window: int) -> bool:
