@@ -15,6 +15,7 @@ from evenstep.report.plans_shown import spread_order
 from evenstep.report.run_records import RunRecords, setting
 from evenstep.report.text import shortened, significant, visible
 from evenstep.report.token_text import Decoder
+from evenstep.rollout.call_tree import OnUndeclared
 from evenstep.rollout.segments import segmentation_of
 from evenstep.types import Rollout, Segment
 
@@ -89,9 +90,11 @@ def _shown(
         rollouts = [replace(r, is_masked=r.status == "truncated") for r in rollouts]
     kept = None if record is None else record.get("groups")
     trained = [r for r in rollouts if r.group_id in kept] if isinstance(kept, list) else []
+    # what training refuses is shown all the same
+    on_undeclared = "realign" if setting(records.config, "rollout", "on_undeclared") == "realign" else "segment"
     advantages, why_not = _advantages(trained, records.config)
     for rollout, reasons in _chosen(rollouts, dropped):
-        item = _rollout_json(rollout, decoder)
+        item = _rollout_json(rollout, decoder, on_undeclared)
         item["why"] = ", ".join(reasons)
         item["collection"] = record.get("collection") if record is not None else None
         item["window"] = record.get("first_window") if record is not None else None
@@ -153,7 +156,7 @@ def _num_breaks(rollout: Rollout) -> int:
     return sum(call.break_reason is not None for call in rollout.calls)
 
 
-def _rollout_json(rollout: Rollout, decoder: Decoder) -> Json:
+def _rollout_json(rollout: Rollout, decoder: Decoder, on_undeclared: OnUndeclared) -> Json:
     item: Json = {
         "id": visible(shortened(rollout.rollout_id, 120)),
         "group": visible(shortened(rollout.group_id, 120)),
@@ -169,8 +172,7 @@ def _rollout_json(rollout: Rollout, decoder: Decoder) -> Json:
         "numSegments": 0,
     }
     try:
-        # what was refused in training is shown all the same
-        segments = segmentation_of(rollout, on_undeclared="segment").segments if rollout.calls else ()
+        segments = segmentation_of(rollout, on_undeclared=on_undeclared).segments if rollout.calls else ()
     except EvenstepError as error:
         item["problem"] = visible(shortened(str(error), 500))
         return item
