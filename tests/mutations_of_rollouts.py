@@ -15,6 +15,7 @@ _CALL_TREE = partial(Mutation, module="evenstep.rollout.call_tree")
 _COLLECTOR = partial(Mutation, module="evenstep.rollout.collector")
 _FOOTPRINT = partial(Mutation, module="evenstep.plan.footprint")
 _PROMISES = partial(Mutation, module="evenstep.plan.promises")
+_IN_PROCESS = partial(Mutation, module="evenstep.rollout.in_process")
 _METRICS = partial(Mutation, module="evenstep.train.metrics")
 
 TEST_CALL_TREE = "tests/unit/rollout/test_call_tree.py::"
@@ -25,6 +26,13 @@ TEST_PLAN_CASES = "tests/golden/test_plan_worked_cases.py::"
 TEST_GAPS = "tests/unit/test_mutation_gaps.py::"
 
 WINDOWS: list[Mutation] = [
+    _IN_PROCESS(
+        name="weights that change within a batch",
+        why="A batch does not wait for whoever changes the weights, so its version is not that of all of its tokens.",
+        old="with self._lock, torch.no_grad()",
+        new="with torch.no_grad()",
+        killed_by="tests/unit/rollout/test_in_process_engine.py::test_weights_and_version_change_between_two_batches",
+    ),
     _SCHEDULE(
         name="rate of the next step",
         why="[P11] The schedule is one step ahead.",

@@ -130,6 +130,11 @@ def _pass_problems(config: Config) -> list[str]:
             f"train.old_logprobs = 'detached' takes rollouts for the present policy's, found rollout.max_staleness = "
             f"{config.rollout.max_staleness}; use 'scored' or 'engine'"
         )
+    if config.rollout.in_flight_updates and not config.rollout.max_staleness:
+        problems.append(
+            "rollout.in_flight_updates gives weights to a generation beside training, found rollout.max_staleness = 0, "
+            "which has none; set rollout.max_staleness to at least 1, or leave it out"
+        )
     if train.old_logprobs == "detached" and config.has_kl_in_reward:
         problems.append(
             "train.kl_in = 'reward' needs log-probs before credit, found train.old_logprobs = 'detached'; leave it "

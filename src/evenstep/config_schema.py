@@ -85,6 +85,12 @@ class RolloutSection(Section):
         description="optimizer steps that a group's oldest weights may be behind when its collection closes; above 0 "
         "the next collection is generated while this one is trained",
     )
+    in_flight_updates: bool = Field(
+        False,
+        description="give new weights to a generation that is under way, between two of its batches, so that a rollout "
+        "may begin with one policy and end with another; each call keeps its own version and log-probs. Needs "
+        "`max_staleness` of at least 1; such a run cannot be repeated bit for bit",
+    )
     num_extra_prompts: int = Field(
         0,
         ge=0,

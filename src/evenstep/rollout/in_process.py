@@ -6,6 +6,7 @@ Shape letters: B rows in the batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,8 @@ class InProcessEngine:
         eos_token_ids: ids that end an output (they are part of it).
         max_context_tokens: most tokens of a prompt and its output together; an output that would go beyond is cut
             there with ``finish_reason="length"``.
-        weight_version: stamped on every completion; whoever changes the weights sets the attribute.
+        weight_version: stamped on every completion; whoever changes the weights sets the attribute, where another
+            thread may generate within ``between_batches()``.
 
     Raises:
         EngineError: no eos id, or ``max_context_tokens`` below 2.
@@ -61,6 +63,7 @@ class InProcessEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_context_tokens = max_context_tokens
         self.weight_version = weight_version
+        self._lock = threading.Lock()  # held by a batch, and by whoever changes the weights
         # transformers renamed this argument (past_key_values, later cache); models of both kinds exist.
         names = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
@@ -68,6 +71,15 @@ class InProcessEngine:
     @property
     def max_context_tokens(self) -> int:
         return self._max_context_tokens
+
+    @contextmanager
+    def between_batches(self) -> Iterator[None]:
+        """A time in which nothing is generated, so that weights and their version may change together.
+
+        It begins when the batch that runs now has ended. A batch waits for nobody, so neither does this for long.
+        """
+        with self._lock:
+            yield
 
     async def generate(self, request: Request) -> Completion:
         """Serve one request as a batch of one row."""
@@ -83,7 +95,7 @@ class InProcessEngine:
         if not requests:
             return []
         max_new_tokens = [self._max_new_tokens(index, request) for index, request in enumerate(requests)]
-        with torch.no_grad(), _evaluation_mode(self._model):
+        with self._lock, torch.no_grad(), _evaluation_mode(self._model):
             return self._generate(requests, max_new_tokens)
 
     def _max_new_tokens(self, index: int, request: Request) -> int:

@@ -131,6 +131,12 @@ class Collector:
             self._generate_ahead(counters)
         return windows
 
+    def weights_changed(self, counters: Counters) -> None:
+        """After an optimizer step, on every rank: a generation under way goes on with the new weights, if it may."""
+        # whether one is under way is the same on every rank; whether it has ended is not, and does not matter
+        if self._config.rollout.in_flight_updates and self._ahead is not None:
+            self._update_weights(counters)
+
     def evaluate(self, counters: Counters) -> dict[str, Any] | None:
         """Rank 0: what the present policy scores on held-out tasks, for ``metrics.jsonl``; None without any."""
         options = self._config.evaluation
@@ -164,7 +170,7 @@ class Collector:
     # --- generation -----------------------------------------------------------------------------------------------
 
     def _update_weights(self, counters: Counters) -> None:
-        """Give the engine the policy's present weights; nothing generates at this moment, so they may change."""
+        """Give the engine the policy's present weights."""
         self._source.update_weights(counters.optimizer_step)
 
     def _builder(self, counters: Counters, *, num_ahead: int = 0) -> CollectionBuilder:
@@ -251,7 +257,7 @@ class Collector:
         """Rollouts of this collection that an interrupted run left behind, sampled by these very weights."""
         found = list(read_rollouts(path)) if path.exists() else []
         oldest = counters.optimizer_step - self._config.rollout.max_staleness
-        versions = [r.weight_version for r in found if r.weight_version is not None]
+        versions = [call.weight_version for rollout in found for call in rollout.calls]
         if any(not oldest <= version <= counters.optimizer_step for version in versions):
             self._notice(f"{path.name}: sampled by other weights, generated again")
             return []

@@ -20,9 +20,10 @@ class PolicyEngine(Protocol):
     def engine(self) -> Engine: ...
 
     def update_weights(self, version: int) -> None:
-        """Generate with the policy's present weights from now on, and stamp calls with ``version``.
+        """Generate with the policy's present weights from the next batch on, and stamp calls with ``version``.
 
-        Every rank calls it at the same point, while nothing generates.
+        Every rank calls it at the same point of its training thread. Another thread may be generating; a batch that
+        runs is awaited.
         """
         ...
 
@@ -39,8 +40,11 @@ class InProcessPolicyEngine:
         )
 
     def update_weights(self, version: int) -> None:
-        self._models.refresh_sampler()
-        self.engine.weight_version = version
+        # Copying is collective where the policy is sharded. A rank that holds this waits for the other ranks' training
+        # threads alone, each of which waits for a batch of its own at most, and batches wait for no rank.
+        with self.engine.between_batches():
+            self._models.refresh_sampler()
+            self.engine.weight_version = version
 
 
 def policy_engine(config: Config, models: Models, renderer: ChatRenderer) -> PolicyEngine:

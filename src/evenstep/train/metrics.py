@@ -24,7 +24,7 @@ METRIC_NAMES = (
     *("kept_fraction", "kl_penalty_mean", "moe_balance"),
     *("num_realigned_tokens", "num_undeclared_breaks", "num_quarantined_calls"),
     *("critic_loss", "critic_grad_norm", "value_error", "value_clip_fraction", "explained_variance"),
-    *("staleness_max", "tokens_per_second", "peak_memory_bytes"),
+    *("staleness_max", "num_straddling", "tokens_per_second", "peak_memory_bytes"),
     *("seconds_generate", "seconds_score", "seconds_train"),
 )
 
@@ -64,6 +64,8 @@ def rollout_metrics(
         "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else None,
         "zero_spread_fraction": len(zero_spread_groups(rollouts)) / num_voting_groups if num_voting_groups else None,
         "staleness_max": optimizer_step - min(versions) if versions else None,
+        # rollouts that begin with one policy and end with another
+        "num_straddling": sum(len({call.weight_version for call in r.calls}) > 1 for r in rollouts),
     }
 
 

@@ -147,7 +147,9 @@ class _Run:
                     }
                     self._log_window(window, prepared, metrics | seconds)
                 self.counters.window += 1
-                self.counters.optimizer_step += bool(metrics["stepped"])
+                if metrics["stepped"]:
+                    self.counters.optimizer_step += 1
+                    self.collector.weights_changed(self.counters)
 
     def _check_agreement(self, metrics: Mapping[str, Any]) -> None:
         """Before a collection's first update: stop when engine, scoring and training do not see one policy.

@@ -8,16 +8,18 @@
 5. An output ends with the stop id (part of it), at max_tokens, or where the context is full.
 6. The weights can be trained afterwards: mode restored, gradients flow, nothing cached goes stale.
 7. Requests that cannot be served as asked are refused by name.
+8. Weights change between two batches, never within one, and their version with them.
 """
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from evenstep.errors import EngineError
-from evenstep.rollout.engine import BatchEngine, Request
+from evenstep.rollout.engine import BatchEngine, Completion, Request
 from evenstep.rollout.in_process import InProcessEngine, _sample
 from evenstep.types import Sampling
 from tiny_models import VOCAB, tiny_model
@@ -189,3 +191,16 @@ def test_the_cache_argument_has_the_name_the_model_uses(model):
     asked = [request((3, 4), seed=5)]
     assert engine_of(Renamed()).generate_batch(asked) == engine_of(model).generate_batch(asked)
     assert seen["length"] > 2
+
+
+def test_weights_and_version_change_between_two_batches(model):
+    engine = engine_of(model)
+    found: list[Completion] = []
+    generation = threading.Thread(target=lambda: found.extend(engine.generate_batch([request((3,), max_tokens=2)])))
+    with engine.between_batches():
+        generation.start()
+        generation.join(timeout=0.3)
+        assert not found  # it waits
+        engine.weight_version = 7
+    generation.join(timeout=30)
+    assert [completion.weight_version for completion in found] == [7]
