@@ -223,7 +223,7 @@ def test_missing_keys_are_listed_together() -> None:
         (["credit.truncated_value=bootstrap"], ["credit.truncated_value belong to credit.estimator = 'gae'"]),
         (["critic.value_clip=0"], ["critic.value_clip belong to credit.estimator = 'gae'"]),
         (["lora.alpha=8"], ["lora.alpha belongs to adapters, found lora.rank = 0"]),
-        (["rollout.in_flight_updates=true"], ["found rollout.max_staleness = 0", "set rollout.max_staleness to at least"]),
+        (["rollout.in_flight_updates=true"], ["found rollout.max_staleness = 0", "set rollout.max_staleness to"]),
         (["train.sync=each"], ["train.sync belongs to train.sharding = 'fsdp2'"]),
     ],
 )  # fmt: skip
