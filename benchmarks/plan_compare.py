@@ -14,17 +14,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from plan_baselines import PACKED, PADDED, Cells, Planner, RefusedError
-from workloads import WORKLOADS, Verdict, judge, workload
+from workloads import WORKLOADS, Verdict, judge, row_cost, workload
 
 from evenstep.plan import plan_step
+from evenstep.plan.public import PACKED, PADDED, Cells, PublicPlanner, RefusedError
 
 SIZES = ((128, 8), (1024, 8), (8192, 64))
 BUDGETS = (8192, 32768, 65536)
 
 
-def evenstep_planner(layout: str, effort: str) -> Planner:
-    def plan(lengths: Sequence[int], num_ranks: int, budget: int) -> Cells:
+def evenstep_planner(layout: str, effort: str) -> PublicPlanner:
+    def plan(lengths: Sequence[int], _costs: object, num_ranks: int, budget: int) -> Cells:
         found = plan_step(lengths, num_ranks=num_ranks, max_tokens_per_gpu=budget, layout=layout, effort=effort)
         return [[list(cell) for cell in rank] for rank in found.cells]
 
@@ -38,7 +38,7 @@ def proved_bound(lengths: Sequence[int], num_ranks: int, budget: int, layout: st
     return judge(lengths, cells, budget=budget, layout=layout).step_over_bound * plan.stats.lockstep_efficiency
 
 
-def run(planner: Planner, size: tuple[int, int], budget: int, layout: str, seeds: int) -> list[dict[str, Any]]:
+def run(planner: PublicPlanner, size: tuple[int, int], budget: int, layout: str, seeds: int) -> list[dict[str, Any]]:
     """One record per workload, mean over seeds; ``step`` None when every seed was refused."""
     records = []
     for name in WORKLOADS:
@@ -47,9 +47,10 @@ def run(planner: Planner, size: tuple[int, int], budget: int, layout: str, seeds
         refused = 0
         for seed in range(seeds):
             lengths, _ = workload(name, size[0], seed)
+            costs = row_cost(lengths)
             began = time.perf_counter()
             try:
-                cells = planner(lengths, size[1], budget)
+                cells = planner(lengths, costs, size[1], budget)
             except RefusedError:
                 refused += 1
                 continue

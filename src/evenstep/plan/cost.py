@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from evenstep.errors import PlanError
+from evenstep.plan.shape import ModelShape
 from evenstep.types import Float64Array, Int64Array
 
 __all__ = ["CostModel"]
@@ -101,32 +102,20 @@ class CostModel:
         Raises:
             PlanError: a size is below 1, or more layers slide than there are.
         """
-        sizes = {
-            "hidden_size": hidden_size,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-            "ffn_size": ffn_size,
-            "vocab_size": vocab_size,
-            "experts_per_token": experts_per_token,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise PlanError(f"{name} must be ≥ 1, found {value}; read it from the model's config")
-        if not 0 <= num_sliding_layers <= num_layers:
-            raise PlanError(f"num_sliding_layers must be within 0 and {num_layers}, found {num_sliding_layers}")
-        dim = head_dim if head_dim is not None else hidden_size // num_heads
-        kv_heads = num_kv_heads if num_kv_heads is not None else num_heads
-        attention_weights = hidden_size * dim * (2 * num_heads + 2 * kv_heads)
-        ffn_weights = hidden_size * ffn_size * (3 if gated_ffn else 2) * experts_per_token
-        linear = 2.0 * (num_layers * (attention_weights + ffn_weights) + hidden_size * vocab_size)
-        pair = 4.0 * num_layers * num_heads * dim
-        return cls(
-            c0=float(overhead_tokens),
-            c1=1.0,
-            c2=pair / linear,
-            sliding_window=sliding_window if num_sliding_layers else None,
-            sliding_share=num_sliding_layers / num_layers,
+        shape = ModelShape(
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            head_dim=hidden_size // num_heads if head_dim is None else head_dim,
+            ffn_size=ffn_size,
+            vocab_size=vocab_size,
+            is_gated_ffn=gated_ffn,
+            experts_per_token=experts_per_token,
+            sliding_window=sliding_window,
+            num_sliding_layers=num_sliding_layers,
         )
+        return cls.from_model_shape(shape, overhead_tokens=overhead_tokens)
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], *, overhead_tokens: float = _OVERHEAD_TOKENS) -> CostModel:
@@ -135,47 +124,17 @@ class CostModel:
         Raises:
             PlanError: a needed key is absent.
         """
-        text = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+        return cls.from_model_shape(ModelShape.from_hf_config(config), overhead_tokens=overhead_tokens)
 
-        def need(*names: str) -> int:
-            for name in names:
-                if text.get(name) is not None:
-                    return int(text[name])
-            raise PlanError(
-                f"the model config must have one of {names}, found keys {sorted(text)[:40]}; use from_shape"
-            )
-
-        num_layers = need("num_hidden_layers", "n_layer")
-        hidden_size = need("hidden_size", "n_embd")
-        window = text.get("sliding_window")
-        layer_types = text.get("layer_types")
-        if window is None or text.get("use_sliding_window") is False:
-            num_sliding = 0
-        elif layer_types is not None:
-            num_sliding = sum(kind == "sliding_attention" for kind in layer_types)
-        else:
-            num_sliding = num_layers
-        is_moe = text.get("num_experts_per_tok") is not None
-        shared = int(text.get("n_shared_experts") or 0)
-        if is_moe:
-            ffn_size = need("moe_intermediate_size", "intermediate_size")
-        elif text.get("n_embd") is not None and text.get("intermediate_size") is None:
-            ffn_size = int(text.get("n_inner") or 4 * hidden_size)
-        else:
-            ffn_size = need("intermediate_size")
-        return cls.from_shape(
-            hidden_size=hidden_size,
-            num_layers=num_layers,
-            num_heads=need("num_attention_heads", "n_head"),
-            num_kv_heads=text.get("num_key_value_heads"),
-            head_dim=text.get("head_dim"),
-            ffn_size=ffn_size,
-            vocab_size=need("vocab_size"),
-            gated_ffn=text.get("n_embd") is None,
-            experts_per_token=int(text["num_experts_per_tok"]) + shared if is_moe else 1,
-            sliding_window=None if window is None else int(window),
-            num_sliding_layers=num_sliding,
-            overhead_tokens=overhead_tokens,
+    @classmethod
+    def from_model_shape(cls, shape: ModelShape, *, overhead_tokens: float = _OVERHEAD_TOKENS) -> CostModel:
+        """Count the FLOPs of a model's shape; the unit is one token's linear work, so ``c1 == 1``."""
+        return cls(
+            c0=float(overhead_tokens),
+            c1=1.0,
+            c2=shape.pair_flops / shape.token_flops,
+            sliding_window=shape.sliding_window if shape.num_sliding_layers else None,
+            sliding_share=shape.num_sliding_layers / shape.num_layers,
         )
 
     @classmethod
