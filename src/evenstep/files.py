@@ -108,7 +108,7 @@ def read_rollouts(path: str | os.PathLike[str], *, allow_truncated_tail: bool = 
     Raises:
         FileFormatError: no such file, a line that is not a valid rollout, or a ``rollout_id`` used twice.
     """
-    return _read(Path(path), RolloutLine, _to_rollout, "rollout_id", allow_truncated_tail)
+    return _read(Path(path), RolloutLine, to_rollout, "rollout_id", allow_truncated_tail)
 
 
 def read_rows(path: str | os.PathLike[str], *, allow_truncated_tail: bool = False) -> Iterator[RowRecord]:
@@ -186,7 +186,7 @@ def _is_complete(text: bytes) -> bool:
     return True
 
 
-def _to_rollout(line: RolloutLine) -> Rollout:
+def to_rollout(line: RolloutLine) -> Rollout:
     return Rollout(
         rollout_id=line.rollout_id,
         group_id=line.group_id,
@@ -281,6 +281,18 @@ def _plain(record: Any) -> dict[str, Any]:
     if clashes := sorted(extra.keys() & values.keys()):
         raise LineError("extra", f"must not hold known fields, found {clashes}; set the fields themselves")
     return values | extra
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file; it appears under its name only when it is complete.
+
+    Raises:
+        FileFormatError: the folder is missing or cannot be written.
+    """
+    try:
+        _write(Path(path), [text.encode()])
+    except OSError as error:
+        raise FileFormatError(f"{path}: cannot be written ({error.strerror}); make the folder first") from None
 
 
 def _write(path: Path, lines: Iterable[bytes]) -> None:

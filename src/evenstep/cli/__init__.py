@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from evenstep import __version__
+from evenstep.cli import plan as plan_command
 from evenstep.cli.report import report
 from evenstep.cli.train import train
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(report)
+app.command(epilog=plan_command.EPILOG)(plan_command.plan)
 
 
 def _print_version(is_asked: bool) -> None:

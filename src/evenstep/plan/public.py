@@ -38,7 +38,9 @@ def largest_differencing(values: Sequence[float], num_parts: int, *, is_equal_co
         starts = [[i] for i in order]
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for number, rows in enumerate(starts):
-        parts: list[tuple[float, list[int]]] = [(values[i], [i]) for i in rows] + [(0.0, []) for _ in range(num_parts - len(rows))]
+        parts: list[tuple[float, list[int]]] = [(values[i], [i]) for i in rows] + [
+            (0.0, []) for _ in range(num_parts - len(rows))
+        ]
         parts.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], number, parts))
     number = len(starts)
@@ -114,7 +116,9 @@ def _ranks_by_count(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
 def areal_first_fit(lengths: Sequence[int], row_costs_R: Float64Array, num_ranks: int, budget: int) -> Cells:
     """AReaL's documented default: rows balanced over ranks, first-fit decreasing on each, counts raised together."""
     if max(lengths) > budget:
-        raise RefusedError(f"no row may exceed the budget of {budget} tokens, found one of {max(lengths)}; raise the budget")
+        raise RefusedError(
+            f"no row may exceed the budget of {budget} tokens, found one of {max(lengths)}; raise the budget"
+        )
     ranks = _ranks_by_count(lengths, num_ranks)
     least = max(math.ceil(sum(lengths[i] for i in rows) / budget) for rows in ranks)
     while True:

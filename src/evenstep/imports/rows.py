@@ -1,0 +1,152 @@
+"""What every reader yields, and what becomes of it: the rows of a file as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.errors import FileFormatError
+from evenstep.file_lines import LineError
+from evenstep.types import Int64Array
+
+__all__ = ["MAX_ROW_TOKENS", "FoundRow", "ImportedRows", "RowColumns", "SkippedLine"]
+
+MAX_ROW_TOKENS = 2**31 - 1  # the planner's own limit
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRow:
+    """One row as a reader found it; what the file does not say is None."""
+
+    length: int  # tokens
+    rollout_id: str | None = None  # the row's rollout; None: the row is a rollout of its own
+    group_id: str | None = None
+    step: int | None = None  # optimizer step of the trainer that wrote the file
+    num_trained: int | None = None  # tokens that are trained
+    token_ids: Sequence[int] | None = None  # [length]
+    is_approximate: bool = False  # the length was worked out from text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedLine:
+    """A line that could not be read."""
+
+    where: str  # file and line
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ImportedRows:
+    """The rows of a file, in its order; R rows."""
+
+    format: str
+    lengths_R: Int64Array
+    rollout_ids: tuple[str, ...]  # [R]
+    group_ids: tuple[str, ...] | None  # [R] None: the file names no groups
+    steps_R: Int64Array | None  # [R] optimizer step of the trainer that wrote the file
+    num_trained_R: Int64Array | None
+    token_ids: tuple[TokenIds, ...] | None  # [R][T] where every row has them and they were asked for
+    lines: tuple[str, ...]  # [R] "file, line" of each row
+    num_approximate: int  # rows whose lengths were worked out from text
+    skipped: tuple[SkippedLine, ...]
+    notes: tuple[str, ...] = ()  # what a reader left out on purpose, and how much
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.lengths_R.size)
+
+
+@dataclass(slots=True)
+class RowColumns:
+    """Collects found rows; with ``skip_bad`` also the lines that could not be read, else the first of them raises.
+
+    >>> columns = RowColumns(skip_bad=True)
+    >>> columns.add(FoundRow(length=7), "a.jsonl, line 1")
+    >>> columns.bad("a.jsonl, line 2", LineError("length", "must be a number, found null; count the tokens"))
+    >>> rows = columns.finish("lengths", "a.jsonl")
+    >>> rows.lengths_R.tolist(), rows.skipped[0].where
+    ([7], 'a.jsonl, line 2')
+    """
+
+    skip_bad: bool = False
+    keep_token_ids: bool = False
+    lengths: list[int] = field(default_factory=list[int])
+    rollout_ids: list[str | None] = field(default_factory=list[str | None])
+    group_ids: list[str | None] = field(default_factory=list[str | None])
+    steps: list[int | None] = field(default_factory=list[int | None])
+    num_trained: list[int | None] = field(default_factory=list[int | None])
+    token_ids: list[TokenIds | None] = field(default_factory=list[TokenIds | None])
+    lines: list[str] = field(default_factory=list[str])
+    skipped: list[SkippedLine] = field(default_factory=list[SkippedLine])
+    notes: dict[str, int] = field(default_factory=dict[str, int])  # what was left out on purpose -> how often
+    num_approximate: int = 0
+
+    def add(self, row: FoundRow, where: str) -> None:
+        if not 1 <= row.length <= MAX_ROW_TOKENS:
+            raise LineError(
+                "", f"a row must have between 1 and {MAX_ROW_TOKENS} tokens, found {row.length}; leave it out"
+            )
+        self.lengths.append(row.length)
+        self.rollout_ids.append(row.rollout_id)
+        self.group_ids.append(row.group_id)
+        self.steps.append(row.step)
+        self.num_trained.append(row.num_trained)
+        keeps = self.keep_token_ids and row.token_ids is not None
+        self.token_ids.append(np.array(row.token_ids, dtype=np.int32) if keeps else None)
+        self.lines.append(where)
+        self.num_approximate += row.is_approximate
+
+    def bad(self, where: str, problem: LineError) -> None:
+        """A line that holds no row; raises unless such lines are to be skipped."""
+        error = problem.at(where)
+        if not self.skip_bad:
+            raise FileFormatError(f"{error} (or leave such lines out with --skip-bad)")
+        self.skipped.append(SkippedLine(where=where, problem=str(error).removeprefix(where).lstrip(", :")))
+
+    def note(self, what: str, count: int = 1) -> None:
+        self.notes[what] = self.notes.get(what, 0) + count
+
+    def finish(self, format_name: str, source: str) -> ImportedRows:
+        """The columns; raises when there is no row at all."""
+        if not self.lengths:
+            found = f"{len(self.skipped)} lines that could not be read" if self.skipped else "none"
+            first = f" ({self.skipped[0].where}: {self.skipped[0].problem})" if self.skipped else ""
+            left_out = "".join(f"; {count} {what}" for what, count in self.notes.items())
+            raise FileFormatError(
+                f"{source}: must hold at least one row, found {found}{first}{left_out}; check the file, or name its "
+                f"format with --format"
+            )
+        return ImportedRows(
+            format=format_name,
+            lengths_R=np.array(self.lengths, dtype=np.int64),
+            rollout_ids=tuple(f"row {i}" if name is None else name for i, name in enumerate(self.rollout_ids)),
+            group_ids=_all_or_none(self.group_ids, self.rollout_ids),
+            steps_R=_all_numbers(self.steps),
+            num_trained_R=_all_numbers(self.num_trained),
+            token_ids=_whole(self.token_ids),
+            lines=tuple(self.lines),
+            num_approximate=self.num_approximate,
+            skipped=tuple(self.skipped),
+            notes=tuple(f"{count:,} {what}" for what, count in self.notes.items()),
+        )
+
+
+def _all_or_none(groups: list[str | None], rollouts: list[str | None]) -> tuple[str, ...] | None:
+    """Group of each row, a group of its own where the file names none; None when it names none at all."""
+    if all(name is None for name in groups):
+        return None
+    return tuple(name if name is not None else f"group of {rollouts[i] or f'row {i}'}" for i, name in enumerate(groups))
+
+
+def _all_numbers(values: Sequence[int | None]) -> Int64Array | None:
+    kept = [value for value in values if value is not None]
+    return np.array(kept, dtype=np.int64) if len(kept) == len(values) else None
+
+
+def _whole(arrays: Sequence[Any]) -> tuple[TokenIds, ...] | None:
+    return tuple(arrays) if arrays and all(array is not None for array in arrays) else None
