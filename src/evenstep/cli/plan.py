@@ -51,6 +51,7 @@ def plan(
         int | None,
         typer.Option(help="Rollouts per window, whole groups; default: the file's own steps, or one window."),
     ] = None,
+    per_window: Annotated[bool, typer.Option("--per-window", help="Also a line for each planned window.")] = False,
     max_windows: Annotated[int, typer.Option(help="Windows to plan, evenly spaced; 0: all.")] = 16,
     compare: Annotated[bool, typer.Option("--compare", help="Also the public planners, as published.")] = False,
     model: Annotated[
@@ -59,13 +60,15 @@ def plan(
     device: Annotated[str, typer.Option(help="Device of the estimates: a100, h100 or h200.")] = "h100",
     mfu: Annotated[float, typer.Option(help="Share of the device's peak that a step is assumed to reach.")] = 0.4,
     sharding: Annotated[
-        str, typer.Option(help="fsdp2 (ranks meet in every micro-batch) or replicated (once).")
-    ] = "fsdp2",
+        str | None, typer.Option(help="fsdp2 (ranks meet in every micro-batch; default) or replicated (once).")
+    ] = None,
     keep_activations: Annotated[
         bool, typer.Option("--keep-activations", help="Estimate without activation checkpointing.")
     ] = False,
-    pad_to_multiple: Annotated[int, typer.Option(help="Widths are rounded up to a multiple of it.")] = 1,
-    effort: Annotated[str, typer.Option(help="How hard evenstep's planner searches: default or high.")] = "default",
+    pad_to_multiple: Annotated[
+        int | None, typer.Option(help="Widths are rounded up to a multiple of it; default: 1.")
+    ] = None,
+    effort: Annotated[str | None, typer.Option(help="How hard evenstep's planner searches: default or high.")] = None,
     format: Annotated[str | None, typer.Option(help="The files' format, where the content does not tell.")] = None,
     column: Annotated[str | None, typer.Option(help="Column or field that holds lengths or token ids.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Count and show lines that cannot be read.")] = False,
@@ -107,7 +110,7 @@ def plan(
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=1))
         else:
-            print_dry_run(found, typer.echo)
+            print_dry_run(found, typer.echo, has_windows=per_window)
         _write_files(found, window, out=out, picture=picture, trace=trace)
 
 
@@ -122,10 +125,10 @@ def _question(
     model: str | None,
     device: str,
     mfu: float,
-    sharding: str,
+    sharding: str | None,
     keep_activations: bool,
-    pad_to_multiple: int,
-    effort: str,
+    pad_to_multiple: int | None,
+    effort: str | None,
 ) -> Question:
     """The options as a question; everything wrong in them is refused before a file is read."""
     from evenstep.dry_run.arms import Rules
@@ -135,14 +138,19 @@ def _question(
     from evenstep.plan.footprint import LAYOUTS
 
     _choice("--device", device, DEVICES)
-    _choice("--sharding", sharding, ("fsdp2", "replicated"))
-    _choice("--effort", effort, ("default", "high"))
+    _choice("--sharding", sharding or "fsdp2", ("fsdp2", "replicated"))
+    _choice("--effort", effort or "default", ("default", "high"))
     chosen = [name.strip() for name in layouts.split(",")] if layouts is not None else list(LAYOUTS)
     for name in chosen:
         _choice("--layout", name, LAYOUTS)
     shape = None if model is None else read_shape(model)
     cost = CostModel() if shape is None else CostModel.from_model_shape(shape[1])
-    rules: Any = {"cost": cost, "sync": "step" if sharding == "replicated" else "micro_batch", "effort": effort}
+    given: dict[str, Any] = {
+        "sync": None if sharding is None else "step" if sharding == "replicated" else "micro_batch",
+        "pad_to_multiple": pad_to_multiple,
+        "effort": effort,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
     return Question(
         layouts=tuple(name for name in LAYOUTS if name in chosen),
         ranks=() if ranks is None else _numbers("--ranks", ranks),
@@ -150,12 +158,13 @@ def _question(
         rollouts_per_window=windows,
         max_windows=max_windows,
         has_public=compare,
-        rules=Rules(**rules, pad_to_multiple=pad_to_multiple),
+        rules=Rules(cost=cost, **given),
+        asked=frozenset(given),
         model=shape,
         assumptions=Assumptions(
             device=DEVICES[device],
             utilisation=mfu,
-            is_sharded=sharding == "fsdp2",
+            is_sharded=sharding != "replicated",
             is_checkpointed=not keep_activations,
         ),
     )

@@ -63,6 +63,7 @@ class ArmResult:
     lockstep_efficiency: float = 0.0  # Σ lower bounds / Σ costs
     rank_imbalance_max: float = 0.0
     max_footprint: int = 0  # tokens of the largest cell
+    windows: tuple[PlanStats, ...] = ()  # the figures of each window
 
 
 def default_budgets(lengths_R: Int64Array, windows: Sequence[PlanWindow], num_ranks: int) -> list[int]:
@@ -207,6 +208,7 @@ def summed(arm: Arm, found: Sequence[PlanStats], *, num_overlong: int, num_over_
         lockstep_efficiency=sum(stats.lower_bound for stats in found) / costs,
         rank_imbalance_max=max(stats.rank_imbalance for stats in found),
         max_footprint=max(stats.max_footprint for stats in found),
+        windows=tuple(found),
     )
 
 
@@ -244,7 +246,8 @@ def to_record(result: ArmResult, extra: Mapping[str, Any]) -> dict[str, Any]:
         "micro_batch_rows": arm.micro_batch_rows,
         "refused": result.refused,
     }
-    names = [name for name in ArmResult.__slots__ if name not in ("arm", "refused")]
+    names = [name for name in ArmResult.__slots__ if name not in ("arm", "refused", "windows")]
     is_refused = result.refused is not None
     record |= {name: None if is_refused else getattr(result, name) for name in names}
-    return record | {name: None if is_refused else value for name, value in extra.items()}
+    record |= {name: None if is_refused else value for name, value in extra.items()}
+    return record | {"windows": [stats.to_dict() for stats in result.windows]}

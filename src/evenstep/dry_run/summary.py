@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from evenstep.dry_run.windows import PlanWindow, cut_windows, evenly_spaced
 from evenstep.errors import PlanError
 from evenstep.imports import ImportedRows
 from evenstep.imports.own import recorded_plans
+from evenstep.plan import StepPlan
 from evenstep.plan.footprint import Layout
 from evenstep.plan.shape import ModelShape
 
@@ -43,8 +44,19 @@ class Question:
     max_windows: int  # planned ones, evenly spaced; 0: all
     has_public: bool
     rules: Rules
+    asked: frozenset[str]  # rules that were asked for by name; a run's own plans decide the others
     model: tuple[str, ModelShape] | None
     assumptions: Assumptions
+
+    def as_recorded(self, plan: StepPlan) -> Question:
+        """The same question under the rules that a run was planned by, where nothing else was asked for."""
+        request = plan.request
+        theirs = {"sync": request.sync, "pad_to_multiple": request.pad_to_multiple, "effort": request.effort}
+        if self.model is None:
+            theirs["cost"] = request.cost
+        rules = replace(self.rules, **{name: value for name, value in theirs.items() if name not in self.asked})
+        assumptions = replace(self.assumptions, is_sharded=rules.sync == "micro_batch")
+        return replace(self, rules=rules, assumptions=assumptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,7 +65,7 @@ class DryRun:
 
     source: str
     rows: ImportedRows
-    question: Question
+    question: Question  # as it was answered
     num_windows: int
     windows: tuple[PlanWindow, ...]  # those that were planned
     results: tuple[ArmResult, ...]
@@ -141,6 +153,7 @@ def dry_run(source: str, rows: ImportedRows, question: Question, *, run: Path | 
     recorded = {} if run is None or question.rollouts_per_window is not None else recorded_plans(run)
     plans = [recorded[window.step] for window in chosen if window.step in recorded]
     if plans and len(plans) == len(chosen):
+        question = question.as_recorded(plans[0])
         own = recorded_result(plans, question.rules, [rows.lengths_R[window.rows] for window in chosen])
         results.append(own)
         ranks = ranks or (own.arm.num_ranks,)

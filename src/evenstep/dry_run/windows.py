@@ -34,11 +34,12 @@ def cut_windows(rows: ImportedRows, rollouts_per_window: int | None) -> list[Pla
     if rollouts_per_window is None:
         if rows.steps_R is None:
             return [PlanWindow(name="all rows", rows=np.arange(rows.num_rows))]
+        kind = "window" if rows.format == "evenstep" else "step"
         steps = np.unique(rows.steps_R).tolist()
         order = np.argsort(rows.steps_R, kind="stable")
         parts = np.split(order, np.searchsorted(rows.steps_R[order], steps[1:]))
         return [
-            PlanWindow(name=f"step {step}", rows=np.sort(part), step=step)
+            PlanWindow(name=f"{kind} {step}", rows=np.sort(part), step=step)
             for step, part in zip(steps, parts, strict=True)
         ]
     if rollouts_per_window < 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.dry_run.arms import ArmResult
+from evenstep.dry_run.arms import RECORDED, ArmResult
 from evenstep.dry_run.summary import DryRun
 
 __all__ = ["print_dry_run", "table_cells"]
@@ -85,6 +85,33 @@ COLUMNS = (
     Column(header="est. s/step", text=_seconds, needs_model=True),
     Column(header="est. GiB", text=_memory, needs_model=True),
 )
+
+
+WINDOW_FIGURES = ("K", "padding", "lockstep", "cost")
+
+
+def window_cells(run: DryRun) -> list[list[str]]:
+    """Header and one line for each planned window: as recorded where a run was read, and by the cheapest arm."""
+    shown = [result for result in (run.results[0], run.best()) if result is not None and result.refused is None]
+    shown = list(dict.fromkeys(shown)) if run.results[0].arm.planner == RECORDED else shown[-1:]
+    header = ["window", "rows", "tokens"]
+    for result in shown:
+        arm = f"{'recorded' if result.arm.planner == RECORDED else '*'} {result.arm.layout} {_budget(result)}"
+        header += [f"{arm}: {WINDOW_FIGURES[0]}", *WINDOW_FIGURES[1:]]
+    lines = [header]
+    for at, window in enumerate(run.windows):
+        line = [window.name, f"{window.rows.size:,}", f"{int(run.rows.lengths_R[window.rows].sum()):,}"]
+        least = min((result.windows[at].step_cost for result in shown), default=1.0)
+        for result in shown:
+            stats = result.windows[at]
+            line += [
+                str(stats.num_microbatches),
+                f"{stats.padding_efficiency:.1%}",
+                f"{stats.lockstep_efficiency:.1%}",
+                f"{stats.step_cost / least:.2f}×",
+            ]
+        lines.append(line)
+    return lines
 
 
 def _bests(run: DryRun) -> list[ArmResult | None]:
@@ -170,51 +197,62 @@ def _head(run: DryRun) -> list[str]:
 
 
 def _refusals(run: DryRun) -> list[str]:
-    lines: list[str] = []
+    """Why arms have no line in the table, each reason once."""
+    budgets: dict[str, list[str]] = {}
     for result in run.results:
         if result.refused is not None:
             arm = result.arm
-            lines.append(
-                f"{arm.planner}, {arm.layout}, {arm.num_ranks} ranks, {_budget(result)}: not planned: {result.refused}"
-            )
-    return lines
+            reason = f"{arm.planner}, {arm.layout}, {arm.num_ranks} ranks, not planned: {result.refused}"
+            budgets.setdefault(reason, []).append(_budget(result))
+    return [f"{reason} (budget {' and '.join(found)})" for reason, found in budgets.items()]
 
 
-def plain_lines(run: DryRun) -> list[str]:
+def plain_lines(run: DryRun, *, has_windows: bool = False) -> list[str]:
     """The whole text without colours or boxes."""
-    cells = table_cells(run)
+    table = _aligned(table_cells(run), [column.is_left for column in _columns(run)])
+    windows = ["", *_aligned(window_cells(run), [True])] if has_windows else []
+    return [*_head(run), "", *table, *windows, "", *_refusals(run), *_legend(run)]
+
+
+def _aligned(cells: list[list[str]], is_left: list[bool]) -> list[str]:
+    """Columns below each other; those of which ``is_left`` says nothing end at the right."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    is_left = [column.is_left for column in _columns(run)]
-    table = [
+    sides = [*is_left, *([False] * (len(widths) - len(is_left)))]
+    return [
         "  ".join(
             text.ljust(width) if left else text.rjust(width)
-            for text, width, left in zip(line, widths, is_left, strict=True)
+            for text, width, left in zip(line, widths, sides, strict=True)
         ).rstrip()
         for line in cells
     ]
-    return [*_head(run), "", *table, "", *_refusals(run), *_legend(run)]
 
 
-def print_dry_run(run: DryRun, echo: Callable[[str], None]) -> None:
+def print_dry_run(run: DryRun, echo: Callable[[str], None], *, has_windows: bool = False) -> None:
     """Print it: a coloured table in a terminal that is wide enough for it, else aligned plain lines."""
-    lines = plain_lines(run)
+    lines = plain_lines(run, has_windows=has_windows)
     if not sys.stdout.isatty():
         echo("\n".join(lines))
         return
     from rich.console import Console
     from rich.table import Table
 
+    def table_of(cells: list[list[str]], is_left: list[bool]) -> Table:
+        table = Table(show_edge=False, pad_edge=False, header_style="bold")
+        for index, header in enumerate(cells[0]):
+            left = index < len(is_left) and is_left[index]
+            table.add_column(header, justify="left" if left else "right", no_wrap=left)
+        for line in cells[1:]:
+            table.add_row(*line, style="bold green" if line[0] == "*" else None)
+        return table
+
     console = Console(highlight=False)
-    cells = table_cells(run)
-    table = Table(show_edge=False, pad_edge=False, header_style="bold")
-    for column in _columns(run):
-        table.add_column(column.header, justify="left" if column.is_left else "right", no_wrap=column.is_left)
-    for line in cells[1:]:
-        table.add_row(*line, style="bold green" if line[0] else None)
     for text in _head(run):
         console.print(text, markup=False, style="yellow" if text.startswith(("APPROXIMATE", "skipped")) else None)
     console.print()
-    console.print(table)
+    console.print(table_of(table_cells(run), [column.is_left for column in _columns(run)]))
+    if has_windows:
+        console.print()
+        console.print(table_of(window_cells(run), [True]))
     console.print()
     for text in [*_refusals(run), *_legend(run)]:
         console.print(text, markup=False, style="dim")
