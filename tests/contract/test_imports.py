@@ -50,6 +50,8 @@ def imported(path: Path) -> set[str]:
         ("import evenstep.files, evenstep.config, evenstep.preflight, evenstep.cli, evenstep.report.console", TORCH),
         ("import evenstep.report.html_page, evenstep.cli.report", TORCH),
         ("import evenstep.cli", {*TORCH, "numpy"}),
+        ("import evenstep.imports, evenstep.dry_run.summary, evenstep.report.plan_picture, evenstep.report.plan_table",
+         {*TORCH, "typer", "rich", "pyarrow"}),
     ],
 )  # fmt: skip
 def test_loaded_modules(code: str, banned: set[str]) -> None:

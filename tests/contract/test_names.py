@@ -64,7 +64,10 @@ def options(section: str) -> dict[str, list[str]]:
 
 
 def public_names() -> dict[str, Any]:
-    packages = ["evenstep", "evenstep.credit", "evenstep.errors", "evenstep.files", "evenstep.plan", "evenstep.types"]
+    packages = [
+        *("evenstep", "evenstep.credit", "evenstep.errors", "evenstep.files", "evenstep.imports", "evenstep.plan"),
+        "evenstep.types",
+    ]
     lines = (RolloutLine, CallObject, SamplingObject, RowLine, LengthsLine)
     return {
         "names": {name: sorted(importlib.import_module(name).__all__) for name in packages},
@@ -142,7 +145,7 @@ def test_every_toml_loads() -> None:
 
 def test_every_example_is_loaded_by_some_test() -> None:
     examples = sorted(path.name for path in tracked_files() if path.is_relative_to(ROOT / "examples"))
-    assert {Path(name).suffix for name in examples} <= {".toml", ".py"}
+    assert {Path(name).suffix for name in examples} <= {".toml", ".py", ".csv"}  # lengths: see unit/imports
     for name in examples:
         if name.endswith(".py"):
             compile((ROOT / "examples" / name).read_text(encoding="utf-8"), name, "exec")
@@ -167,6 +170,16 @@ def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
 
 
+def run_plan_command(words: list[str], tmp_path: Path) -> None:
+    """Run it where its files are in the repository, else check its options; what it writes goes elsewhere."""
+    for index, word in enumerate(words):
+        if word in ("--out", "--picture", "--trace"):
+            words[index + 1] = str(tmp_path / words[index + 1])
+    is_here = all((ROOT / word).exists() for word in words[2:3])
+    result = CliRunner().invoke(app, words[1:] if is_here else [*words[1:], "--debug"])
+    assert result.exit_code == 0 or (not is_here and "cannot be read" in str(result.exception)), result.output
+
+
 def check_command(command: str, tmp_path: Path) -> None:
     words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -179,6 +192,8 @@ def check_command(command: str, tmp_path: Path) -> None:
             result = CliRunner().invoke(app, [*words[1:], "--dry-run"])
             # weights that an extra brings may not be here; everything else must be right
             assert result.exit_code == 0 or "is not installed" in result.output or "needs the extra" in result.output
+        elif words[1:2] == ["plan"]:
+            run_plan_command(words, tmp_path)
         else:
             assert words[1].startswith("-") or words[1] in typer.main.get_command(app).commands  # type: ignore[attr-defined]
     elif words[0] in ("python", "python3"):
@@ -196,7 +211,7 @@ def check_command(command: str, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/config.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/config.md", "docs/plan_command.md"])
 def test_commands_of_documents(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = commands(document)

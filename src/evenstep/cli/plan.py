@@ -103,7 +103,14 @@ def plan(
             effort=effort,
         )
         logging.getLogger("evenstep.plan").setLevel(logging.ERROR)  # the table counts over-long rows
-        rows = import_rows(*files, format=format, column=column, skip_bad=skip_bad, bytes_per_token=bytes_per_token)
+        rows = import_rows(
+            *files,
+            format=format,
+            column=column,
+            skip_bad=skip_bad,
+            keep_token_ids=not question.layouts or "tree" in question.layouts,
+            bytes_per_token=bytes_per_token,
+        )
         folder = files[0].parent if files[0].name == "rollouts" else files[0]
         run_folder = folder if len(files) == 1 and is_run_folder(folder) else None
         found = dry_run(", ".join(map(str, files)), rows, question, run=run_folder)
@@ -140,7 +147,7 @@ def _question(
     _choice("--device", device, DEVICES)
     _choice("--sharding", sharding or "fsdp2", ("fsdp2", "replicated"))
     _choice("--effort", effort or "default", ("default", "high"))
-    chosen = [name.strip() for name in layouts.split(",")] if layouts is not None else list(LAYOUTS)
+    chosen = [] if layouts is None else [name.strip() for name in layouts.split(",")]
     for name in chosen:
         _choice("--layout", name, LAYOUTS)
     shape = None if model is None else read_shape(model)
@@ -203,7 +210,8 @@ def _write_files(found: DryRun, index: int, *, out: Path | None, picture: Path |
 
     window, best = plan_window(found, index)
     lengths = found.rows.lengths_R[window.rows]
-    step_plan = plan_of(best.arm, found.question.rules, lengths)
+    step_plan = plan_of(best.arm, found.question.rules, lengths, window.prefixes)
+    prefixes = window.prefixes if best.arm.layout == "tree" else None
     if out is not None:
         # indices into the file's rows, as plan_step(windows=...) gives them
         rows = window.rows.tolist()
@@ -211,12 +219,12 @@ def _write_files(found: DryRun, index: int, *, out: Path | None, picture: Path |
         overlong = tuple(item._replace(row=rows[item.row]) for item in step_plan.overlong)
         whole = np.array_equal(window.rows, np.arange(found.rows.num_rows))
         written = replace(step_plan, cells=cells, overlong=overlong, window=None if whole else tuple(rows))
-        written.check(found.rows.lengths_R)
         write_text(out, written.to_json())
     if picture is not None:
         labels = labels_of(found.rows, window.rows.tolist())
-        write_text(picture, plan_svg(step_plan, lengths, labels, title=f"{found.source}, {window.name}"))
+        title = f"{found.source}, {window.name}"
+        write_text(picture, plan_svg(step_plan, lengths, labels, prefixes=prefixes, title=title))
     if trace is not None:
         model, given = found.question.model, found.question.assumptions
         seconds = None if model is None else given.step_seconds(model[1], 1.0)
-        write_text(trace, plan_trace(step_plan, lengths, seconds_per_cost=seconds))
+        write_text(trace, plan_trace(step_plan, lengths, prefixes=prefixes, seconds_per_cost=seconds))

@@ -13,6 +13,7 @@ from evenstep.errors import PlanError
 from evenstep.plan import CostModel, PlanStats, Request, StepPlan, plan_step
 from evenstep.plan.footprint import Layout
 from evenstep.plan.foreign import measure_cells
+from evenstep.plan.prefixes import SharedPrefixes
 from evenstep.plan.public import PACKED, PADDED, PublicPlanner
 from evenstep.types import Int64Array
 
@@ -111,8 +112,10 @@ def public_planners(layout: Layout) -> Mapping[str, PublicPlanner]:
     return {"packed": PACKED, "padded": PADDED}.get(layout, {})
 
 
-def plan_of(arm: Arm, rules: Rules, lengths_R: Int64Array) -> StepPlan:
-    """evenstep's plan of one window."""
+def plan_of(arm: Arm, rules: Rules, lengths_R: Int64Array, prefixes: SharedPrefixes | None) -> StepPlan:
+    """evenstep's plan of one window; ``prefixes`` are used by layout ``tree`` alone."""
+    if arm.layout == "tree" and prefixes is None:
+        raise PlanError("layout 'tree' needs the rows' token ids, found lengths alone; leave it out, or dump the ids")
     return plan_step(
         lengths_R,
         num_ranks=arm.num_ranks,
@@ -124,6 +127,7 @@ def plan_of(arm: Arm, rules: Rules, lengths_R: Int64Array) -> StepPlan:
         sync=rules.sync,
         cost=rules.cost,
         effort=rules.effort,
+        prefixes=prefixes if arm.layout == "tree" else None,
     )
 
 
@@ -135,7 +139,7 @@ def run_arm(arm: Arm, rules: Rules, lengths_R: Int64Array, windows: Sequence[Pla
         lengths = lengths_R[window.rows]
         try:
             if arm.planner == EVENSTEP:
-                plan = plan_of(arm, rules, lengths)
+                plan = plan_of(arm, rules, lengths, window.prefixes)
                 stats, num_overlong = plan.stats, num_overlong + len(plan.overlong)
             else:
                 stats, num_over = _run_public(arm, rules, lengths)
@@ -157,7 +161,8 @@ def _run_public(arm: Arm, rules: Rules, lengths_R: Int64Array) -> tuple[PlanStat
     lengths = lengths_R.tolist()
     planner = public_planners(arm.layout)[arm.planner]
     cells = planner(lengths, rules.cost.row_costs(lengths_R), arm.num_ranks, arm.max_tokens_per_gpu)
-    return measure_cells(_request_of(arm, rules), lengths, cells)
+    measured = measure_cells(_request_of(arm, rules), lengths, cells)
+    return measured.stats, measured.num_over_budget
 
 
 def _request_of(arm: Arm, rules: Rules) -> Request:
@@ -212,7 +217,9 @@ def summed(arm: Arm, found: Sequence[PlanStats], *, num_overlong: int, num_over_
     )
 
 
-def recorded_result(plans: Sequence[StepPlan], rules: Rules, lengths: Sequence[Int64Array]) -> ArmResult:
+def recorded_result(
+    plans: Sequence[StepPlan], rules: Rules, lengths_R: Int64Array, windows: Sequence[PlanWindow]
+) -> ArmResult:
     """Figures of the plans that a run has written, under the same cost model as the other arms.
 
     Raises:
@@ -227,10 +234,12 @@ def recorded_result(plans: Sequence[StepPlan], rules: Rules, lengths: Sequence[I
         micro_batch_rows=first.micro_batch_rows,
     )
     found: list[PlanStats] = []
-    for plan, lengths_R in zip(plans, lengths, strict=True):
-        plan.check(lengths_R)
+    for plan, window in zip(plans, windows, strict=True):
+        prefixes = window.prefixes if plan.layout == "tree" else None
+        lengths = lengths_R[window.rows]
+        plan.check(lengths, prefixes=prefixes)
         request = replace(plan.request, cost=rules.cost, sync=rules.sync)
-        found.append(measure_cells(request, lengths_R.tolist(), plan.cells)[0])
+        found.append(measure_cells(request, lengths, plan.cells, prefixes=prefixes).stats)
     num_overlong = sum(len(plan.overlong) for plan in plans)
     return summed(arm, found, num_overlong=num_overlong, num_over_budget=0)
 

@@ -48,7 +48,7 @@ class Assumptions:
     >>> given.step_seconds(qwen, step_cost=100_000.0)        # 100,000 tokens · 8.04 GFLOPs · 4 / (0.4 · 989 TFLOP/s)
     8.1...
     >>> round(given.memory_bytes(qwen, footprint=16_384, num_ranks=8) / 2**30, 1)
-    15.6
+    14.8
     """
 
     device: Device

@@ -20,12 +20,12 @@ from evenstep.dry_run.arms import (
     to_record,
 )
 from evenstep.dry_run.estimate import Assumptions
-from evenstep.dry_run.windows import PlanWindow, cut_windows, evenly_spaced
+from evenstep.dry_run.windows import PlanWindow, cut_windows, evenly_spaced, with_prefixes
 from evenstep.errors import PlanError
 from evenstep.imports import ImportedRows
 from evenstep.imports.own import recorded_plans
 from evenstep.plan import StepPlan
-from evenstep.plan.footprint import Layout
+from evenstep.plan.footprint import LAYOUTS, Layout
 from evenstep.plan.shape import ModelShape
 
 __all__ = ["DryRun", "Question", "dry_run"]
@@ -37,7 +37,7 @@ FORMAT_VERSION = 1
 class Question:
     """What a dry run is asked."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]  # empty: all, `tree` where the file has token ids
     ranks: tuple[int, ...]  # empty: those of the run's own plans, else 8
     budgets: tuple[int, ...]  # empty: see `default_budgets`
     rollouts_per_window: int | None
@@ -147,14 +147,14 @@ def dry_run(source: str, rows: ImportedRows, question: Question, *, run: Path | 
         PlanError: an argument is out of range.
     """
     windows = cut_windows(rows, question.rollouts_per_window)
-    chosen = evenly_spaced(windows, question.max_windows)
+    chosen = [with_prefixes(window, rows) for window in evenly_spaced(windows, question.max_windows)]
     results: list[ArmResult] = []
     ranks, budgets = question.ranks, question.budgets
     recorded = {} if run is None or question.rollouts_per_window is not None else recorded_plans(run)
     plans = [recorded[window.step] for window in chosen if window.step in recorded]
     if plans and len(plans) == len(chosen):
         question = question.as_recorded(plans[0])
-        own = recorded_result(plans, question.rules, [rows.lengths_R[window.rows] for window in chosen])
+        own = recorded_result(plans, question.rules, rows.lengths_R, chosen)
         results.append(own)
         ranks = ranks or (own.arm.num_ranks,)
         if not budgets and own.arm.max_tokens_per_gpu is not None:
@@ -167,7 +167,7 @@ def dry_run(source: str, rows: ImportedRows, question: Question, *, run: Path | 
         if budget < 2:
             raise PlanError(f"--sweep must name budgets of at least 2 tokens, found {budget}; raise it")
     arms = make_arms(
-        layouts=question.layouts,
+        layouts=question.layouts or tuple(name for name in LAYOUTS if name != "tree" or rows.token_ids is not None),
         ranks=ranks or (8,),
         budgets=lambda count: budgets or default_budgets(rows.lengths_R, chosen, count),
         longest=max(int(rows.lengths_R[window.rows].max()) for window in chosen),

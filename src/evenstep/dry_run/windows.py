@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from evenstep.errors import PlanError
 from evenstep.imports import ImportedRows
+from evenstep.plan.prefixes import SharedPrefixes, shared_prefixes
 from evenstep.types import Int64Array
 
-__all__ = ["PlanWindow", "cut_windows", "evenly_spaced"]
+__all__ = ["PlanWindow", "cut_windows", "evenly_spaced", "with_prefixes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,6 +22,7 @@ class PlanWindow:
     name: str
     rows: Int64Array  # indices into the imported rows, ascending
     step: int | None = None  # the trainer's own number of it
+    prefixes: SharedPrefixes | None = None  # of its rows, numbered from 0; None: no token ids
 
 
 def cut_windows(rows: ImportedRows, rollouts_per_window: int | None) -> list[PlanWindow]:
@@ -77,3 +79,10 @@ def evenly_spaced(windows: Sequence[PlanWindow], most: int) -> list[PlanWindow]:
     if most == 1:
         return [windows[0]]
     return [windows[round(i * (len(windows) - 1) / (most - 1))] for i in range(most)]
+
+
+def with_prefixes(window: PlanWindow, rows: ImportedRows) -> PlanWindow:
+    """The window with what its rows share, where the file had their token ids."""
+    if rows.token_ids is None:
+        return window
+    return replace(window, prefixes=shared_prefixes([rows.token_ids[index] for index in window.rows.tolist()]))

@@ -178,9 +178,11 @@ def length_row(values: Mapping[str, Any], column: str | None) -> Iterator[FoundR
         length = as_count(values, name, least=1)
     elif pair := next((pair for pair in PARTS if all(name in values for name in pair)), None):
         length = sum(as_count(values, name) for name in pair)
-    elif name := next((name for name in (*ID_LISTS, *LENGTH_NAMES) if name in values), None):
+    elif name := next((name for name in (*ID_LISTS, *LENGTH_NAMES) if isinstance(values.get(name), list)), None):
         token_ids = as_ids(values, name)
         length = len(token_ids)
+    elif name := next((name for name in (*LENGTH_NAMES, *ID_LISTS) if name in values), None):
+        length = as_count(values, name, least=1)  # which it is not, so this says what it must be
     else:
         raise LineError(
             "", f"an object must have a length ({', '.join(LENGTH_NAMES[:4])}, …) or token_ids, found the fields "

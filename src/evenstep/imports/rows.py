@@ -16,6 +16,7 @@ from evenstep.types import Int64Array
 __all__ = ["MAX_ROW_TOKENS", "FoundRow", "ImportedRows", "RowColumns", "SkippedLine"]
 
 MAX_ROW_TOKENS = 2**31 - 1  # the planner's own limit
+MAX_KEPT_TOKENS = 50_000_000  # 200 MB of ids; beyond it only lengths are kept
 TokenIds = npt.NDArray[np.int32]
 
 
@@ -85,6 +86,7 @@ class RowColumns:
     skipped: list[SkippedLine] = field(default_factory=list[SkippedLine])
     notes: dict[str, int] = field(default_factory=dict[str, int])  # what was left out on purpose -> how often
     num_approximate: int = 0
+    num_kept_tokens: int = 0
 
     def add(self, row: FoundRow, where: str) -> None:
         if not 1 <= row.length <= MAX_ROW_TOKENS:
@@ -97,6 +99,12 @@ class RowColumns:
         self.steps.append(row.step)
         self.num_trained.append(row.num_trained)
         keeps = self.keep_token_ids and row.token_ids is not None
+        self.num_kept_tokens += row.length if keeps else 0
+        if self.num_kept_tokens > MAX_KEPT_TOKENS:
+            self.keep_token_ids = keeps = False
+            self.token_ids = [None] * len(self.token_ids)
+            self.note("tokens are the most whose ids are kept, so layout tree", MAX_KEPT_TOKENS)
+            self.num_kept_tokens = 0
         self.token_ids.append(np.array(row.token_ids, dtype=np.int32) if keeps else None)
         self.lines.append(where)
         self.num_approximate += row.is_approximate

@@ -143,6 +143,6 @@ def text_tokens(parts: Sequence[str], bytes_per_token: float) -> int:
     """About how many tokens a text has: its UTF-8 bytes over ``bytes_per_token``, at least 1.
 
     >>> text_tokens(["What is 12 + 30?", "42"], bytes_per_token=4.0)
-    5
+    4
     """
     return max(1, round(sum(len(part.encode("utf-8", "surrogatepass")) for part in parts) / bytes_per_token))

@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from evenstep.plan import StepPlan
+from evenstep.plan.prefixes import SharedPrefixes
 from evenstep.types import Int64Array
 
 __all__ = ["plan_svg"]
@@ -27,7 +28,12 @@ CSS = (
 
 
 def plan_svg(
-    plan: StepPlan, lengths: Sequence[int] | Int64Array, labels: Sequence[tuple[int, int, int]], *, title: str
+    plan: StepPlan,
+    lengths: Sequence[int] | Int64Array,
+    labels: Sequence[tuple[int, int, int]],
+    *,
+    title: str,
+    prefixes: SharedPrefixes | None = None,
 ) -> str:
     """Draw a plan: each row a bar as long as its width, darker where it has tokens, coloured by its group.
 
@@ -36,6 +42,7 @@ def plan_svg(
         lengths: [R] tokens.
         labels: [R] (group, rollout in the group, segment in the rollout), written as ``g0·r1·s2`` where there is room.
         title: what the picture is called.
+        prefixes: what the rows share, for layout ``tree``: a bar is then what a row adds to those before it.
 
     Padded rows of a cell lie below each other, packed ones end to end. Plans of many ranks or micro-batches are cut,
     and the picture says so.
@@ -43,7 +50,10 @@ def plan_svg(
     lengths_R = np.asarray(lengths)
     num_ranks, num_columns = min(plan.num_ranks, MAX_RANKS), min(plan.num_microbatches, MAX_COLUMNS)
     footprints = np.array(
-        [[_cell_width(plan, lengths_R, plan.cells[rank][k]) for k in range(num_columns)] for rank in range(num_ranks)]
+        [
+            [_cell_width(plan, lengths_R, plan.cells[rank][k], prefixes) for k in range(num_columns)]
+            for rank in range(num_ranks)
+        ]
     )
     tokens_K = footprints.max(axis=0)
     scale = max(WIDTH - num_columns * GAP, 200) / max(int(tokens_K.sum()), 1)
@@ -66,7 +76,7 @@ def plan_svg(
                 parts.append(_many(box, place, len(cell), int(footprints[rank, k]), scale))
             else:
                 bars_left -= max(len(cell), 1)
-                parts.append(_cell(plan, lengths_R, labels, cell, box, scale, place))
+                parts.append(_cell(plan, lengths_R, labels, cell, box, scale, place, prefixes))
     height = TOP + num_ranks * (LANE + GAP) + 44
     right = float(lefts_K[-1] + widths_K[-1] + 24)
     stats = plan.stats
@@ -94,13 +104,21 @@ def plan_svg(
     )
 
 
-def _cell_width(plan: StepPlan, lengths_R: Int64Array, cell: Sequence[int]) -> int:
+def _cell_width(plan: StepPlan, lengths_R: Int64Array, cell: Sequence[int], prefixes: SharedPrefixes | None) -> int:
     """Tokens from left to right of a cell: its widest row, or all its rows where they lie end to end."""
     if not cell:
         return plan.room.filler_footprint // max(plan.micro_batch_rows, 1)
     if plan.layout in ("fixed", "padded"):
         return plan.padded_width(int(lengths_R[list(cell)].max()))
-    return plan.room.cell_footprint(lengths_R[list(cell)])
+    if prefixes is not None:
+        return int(sum(length for _, length in _added(lengths_R, cell, prefixes)))
+    return int(plan.room.widths(lengths_R[list(cell)]).sum())
+
+
+def _added(lengths_R: Int64Array, cell: Sequence[int], prefixes: SharedPrefixes) -> list[tuple[int, int]]:
+    """The rows of a tree cell in the order of their tokens, each with the tokens that it adds to those before it."""
+    among = prefixes.among(np.array(cell, dtype=np.int64))
+    return list(zip(among.order_R.tolist(), (lengths_R[among.order_R] - among.shared_R).tolist(), strict=True))
 
 
 def _cell(
@@ -111,6 +129,7 @@ def _cell(
     box: tuple[float, float, float],
     scale: float,
     place: str,
+    prefixes: SharedPrefixes | None,
 ) -> str:
     left, top, width = box
     if not cell:
@@ -121,9 +140,9 @@ def _cell(
     num_bars = max(len(cell), plan.micro_batch_rows) if plan.layout == "fixed" else len(cell)
     tall = LANE / num_bars if is_stacked else LANE
     x = left
-    for i, row in enumerate(cell):
-        length = int(lengths_R[row])
-        takes = widest if is_stacked else int(plan.room.widths(lengths_R[[row]])[0])
+    bars = [(row, int(lengths_R[row])) for row in cell] if prefixes is None else _added(lengths_R, cell, prefixes)
+    for i, (row, length) in enumerate(bars):
+        takes = widest if is_stacked else length if prefixes is not None else int(plan.room.widths(lengths_R[[row]])[0])
         y = top + i * tall if is_stacked else top
         parts.append(_bar(x, y, length * scale, takes * scale, tall, labels[row], row, length, takes, place))
         if not is_stacked:

@@ -142,6 +142,8 @@ def _legend(run: DryRun) -> list[str]:
         + (" that fits" if run.question.model is not None else "")
         + ")",
     ]
+    if any(result.padding_efficiency > 1 for result in run.results):
+        lines.append("padding above 100 %: in layout tree, tokens that rows begin with alike are taken once")
     if _over(run):
         lines.append(
             "over-long: rows that alone exceed the budget and stand alone; over budget: cells of several rows above it"

@@ -9,17 +9,26 @@ from typing import Any
 import numpy as np
 
 from evenstep.plan import StepPlan
+from evenstep.plan.foreign import measure_cells
+from evenstep.plan.prefixes import SharedPrefixes
 from evenstep.types import Int64Array
 
 __all__ = ["plan_trace"]
 
 
-def plan_trace(plan: StepPlan, lengths: Sequence[int] | Int64Array, *, seconds_per_cost: float | None) -> str:
+def plan_trace(
+    plan: StepPlan,
+    lengths: Sequence[int] | Int64Array,
+    *,
+    prefixes: SharedPrefixes | None = None,
+    seconds_per_cost: float | None,
+) -> str:
     """The plan's step as trace events (JSON); a rank that has nothing to do until the others are ready waits.
 
     Args:
         plan: of rows 0 to R - 1.
         lengths: [R] tokens.
+        prefixes: what the rows share, for layout ``tree``.
         seconds_per_cost: an estimate of the seconds of one unit of cost; None: a unit is shown as a microsecond.
 
     A slice lasts as long as its cell costs, c0 included. With ``sync="micro_batch"`` all ranks begin a micro-batch
@@ -27,7 +36,8 @@ def plan_trace(plan: StepPlan, lengths: Sequence[int] | Int64Array, *, seconds_p
     """
     lengths_R = np.asarray(lengths)
     unit = 1.0 if seconds_per_cost is None else seconds_per_cost * 1e6  # microseconds
-    costs = np.array([[_cost(plan, lengths_R, cell) for cell in rank] for rank in plan.cells]) * unit
+    measured = measure_cells(plan.request, lengths_R, plan.cells, prefixes=prefixes)
+    costs, footprints = measured.costs_WK * unit, measured.footprints_WK
     is_lockstep = plan.request.sync == "micro_batch"
     starts = np.zeros_like(costs)
     if is_lockstep:
@@ -53,7 +63,7 @@ def plan_trace(plan: StepPlan, lengths: Sequence[int] | Int64Array, *, seconds_p
                     "args": {
                         "num_rows": len(cell),
                         "num_tokens": int(lengths_R[list(cell)].sum()) if cell else 0,
-                        "footprint": _footprint(plan, lengths_R, cell),
+                        "footprint": int(footprints[rank, k]),
                         "rows": list(cell[:64]),
                     },
                 }
@@ -67,19 +77,3 @@ def plan_trace(plan: StepPlan, lengths: Sequence[int] | Int64Array, *, seconds_p
         else "times are estimates from counted FLOPs, not measurements"
     )
     return json.dumps({"displayTimeUnit": "ms", "otherData": {"times": meaning}, "traceEvents": events})
-
-
-def _footprint(plan: StepPlan, lengths_R: Int64Array, cell: Sequence[int]) -> int:
-    return plan.room.cell_footprint(lengths_R[list(cell)]) if cell else plan.room.filler_footprint
-
-
-def _cost(plan: StepPlan, lengths_R: Int64Array, cell: Sequence[int]) -> float:
-    """Cost of a cell, c0 included, by the rule of its layout."""
-    cost = plan.cost
-    if not cell:
-        return cost.c0
-    if plan.layout in ("fixed", "padded"):
-        rows = plan.micro_batch_rows if plan.layout == "fixed" else len(cell)
-        width = plan.padded_width(int(lengths_R[list(cell)].max()))
-        return cost.c0 + rows * float(cost.row_costs(np.array([width]))[0])
-    return cost.c0 + float(cost.row_costs(plan.room.widths(lengths_R[list(cell)])).sum())
