@@ -15,6 +15,7 @@ from evenstep.files import to_rollout
 from evenstep.imports.rows import FoundRow, RowColumns
 from evenstep.imports.text_lines import as_object, numbered_lines
 from evenstep.plan import StepPlan
+from evenstep.rollout.call_tree import OnUndeclared
 from evenstep.rollout.segments import segments_of
 from evenstep.types import Rollout
 from evenstep.validation import shown
@@ -78,12 +79,14 @@ def _require_new(name: str, value: str, seen: set[str]) -> None:
     seen.add(value)
 
 
-def _rows_of_rollout(rollout: Rollout, step: int | None) -> Iterator[FoundRow | str]:
+def _rows_of_rollout(
+    rollout: Rollout, step: int | None, on_undeclared: OnUndeclared = "segment"
+) -> Iterator[FoundRow | str]:
     if not rollout.is_voter:
         yield "failed or masked rollouts, which have no rows"
         return
     try:
-        segments = segments_of(rollout, on_undeclared="segment")
+        segments = segments_of(rollout, on_undeclared=on_undeclared)
     except SegmentationError as error:
         raise LineError("calls", str(error)) from None
     for segment in segments:
@@ -112,6 +115,8 @@ def read_run(folder: Path, columns: RowColumns) -> None:
         train = config["train"]
         per_window, per_collection = int(train["rollouts_per_window"]), int(train.get("windows_per_collection", 1))
         is_masked = config.get("rollout", {}).get("truncated") == "mask"
+        # a run that refuses undeclared breaks has trained none
+        on_undeclared = "realign" if config.get("rollout", {}).get("on_undeclared") == "realign" else "segment"
     except (KeyError, TypeError, ValueError):
         raise FileFormatError(
             f"{folder / 'config.toml'}: must have train.rollouts_per_window, found none; name the rollout files instead"
@@ -139,7 +144,7 @@ def read_run(folder: Path, columns: RowColumns) -> None:
             for rollout, at in rollouts:
                 if is_masked and rollout.status == "truncated":
                     continue
-                for row in _rows_of_rollout(rollout, window):
+                for row in _rows_of_rollout(rollout, window, on_undeclared):
                     if isinstance(row, str):
                         columns.note(row)
                     else:

@@ -323,3 +323,20 @@ def test_a_run_whose_plans_are_of_other_rows(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match=r"window_000000.json: must be a step plan"):
         dry_run("run", import_rows(folder), question(), run=folder)
+
+
+def test_undeclared_breaks_are_cut_as_the_run_did(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder)
+    calls = tuple(
+        Call(order=order, prompt_ids=prompt, output_ids=(7, 8), logprobs=(-1.0, -1.0))
+        for order, prompt in enumerate([(1, 2, 3), (1, 2, 9, 9, 9)])
+    )
+    rollout = Rollout(rollout_id="p/g", group_id="p", prompt_id="t", reward=0.5, calls=calls)
+    write_rollouts(folder / "rollouts" / "collection_000000.jsonl.gz", [rollout])
+    record = {"collection": 0, "file": "collection_000000.jsonl.gz", "groups": ["p"], "first_window": 0}
+    write_lines(folder / "collections.jsonl", record)
+    assert import_rows(folder).lengths_R.tolist() == [5, 7]
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config + 'on_undeclared = "realign"\n')
+    assert import_rows(folder).lengths_R.tolist() == [7]
