@@ -330,7 +330,7 @@ def test_undeclared_breaks_are_cut_as_the_run_did(tmp_path: Path) -> None:
     make_run(folder)
     calls = tuple(
         Call(order=order, prompt_ids=prompt, output_ids=(7, 8), logprobs=(-1.0, -1.0))
-        for order, prompt in enumerate([(1, 2, 3), (1, 2, 9, 9, 9)])
+        for order, prompt in enumerate([(1, 2, 3), (1, 2, 3, 7, 9)])
     )
     rollout = Rollout(rollout_id="p/g", group_id="p", prompt_id="t", reward=0.5, calls=calls)
     write_rollouts(folder / "rollouts" / "collection_000000.jsonl.gz", [rollout])
