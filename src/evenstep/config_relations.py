@@ -77,7 +77,7 @@ def check_relations(config: Config) -> None:
             f"credit.constant belongs to credit.normaliser = 'constant' alone, found normaliser {credit.normaliser!r} "
             f"and {found}; give both or neither"
         )
-    problems += _plan_problems(plan) + _train_problems(train) + _pass_problems(config)
+    problems += _plan_problems(plan) + _train_problems(train) + _pass_problems(config) + _agent_problems(config)
     if config.evaluation.num_tasks and config.evaluation.seed == config.run.seed:
         problems.append(
             f"evaluation.seed and run.seed must differ so that held-out tasks are not trained on, found both "
@@ -171,6 +171,31 @@ def _pass_problems(config: Config) -> list[str]:
             )
     if config.lora.rank == 0 and (given := _given(config.lora)):
         problems.append(f"lora.{given[0]} belongs to adapters, found lora.rank = 0; set lora.rank, or leave it out")
+    return problems
+
+
+def _agent_problems(config: Config) -> list[str]:
+    agent, problems = config.agent, list[str]()
+    if agent.kind == "loop":
+        return [
+            f"agent.{name} belongs to agent.kind = 'command', found 'loop'; leave it out, or set agent.kind = 'command'"
+            for name in _given(agent)
+        ]
+    if not agent.command:
+        problems.append(
+            "agent.kind = 'command' starts a program, found no agent.command; add it, for example "
+            '["python", "my_agent.py"]'
+        )
+    if config.compaction.policy != "none":
+        problems.append(
+            f"compaction.policy is of the agent loop, found {config.compaction.policy!r} with agent.kind = 'command', "
+            f"whose program compacts by itself; leave it out"
+        )
+    if agent.on_undeclared != "error" and config.has_critic:
+        problems.append(
+            f"credit.estimator = 'gae' needs one order of tokens, found agent.on_undeclared = {agent.on_undeclared!r}; "
+            f"use 'error', or an estimator by rollout"
+        )
     return problems
 
 

@@ -107,6 +107,31 @@ class RolloutSection(Section):
     generation_batch_rollouts: int = Field(32, ge=1, description="rollouts that are generated side by side")
 
 
+class AgentSection(Section):
+    """Who plays a rollout."""
+
+    kind: Literal["loop", "command"] = Field(
+        "loop", description="the agent loop with the environment, or a program of your own for each rollout"
+    )
+    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = Field(
+        (),
+        description="`command`: program and arguments; it speaks the OpenAI API with `OPENAI_BASE_URL` and "
+        "`OPENAI_API_KEY`, and gets the task as JSON on standard input",
+    )
+    reward: Literal["environment", "call"] = Field(
+        "environment",
+        description="`command`: the environment scores what the program prints, or the program calls `/reward`",
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="`command`: most seconds of a program; then its rollout is failed and it is ended"
+    )
+    on_undeclared: Literal["error", "segment", "realign"] = Field(
+        "error",
+        description="`command`: a prompt that rewrites the history without a reason is refused, begins a segment, or "
+        "goes on in its segment, in which what it replaced is not trained",
+    )
+
+
 class CompactionSection(Section):
     model_config = ConfigDict(extra="allow")
 
@@ -269,6 +294,7 @@ class Config(Section):
     model: ModelSection
     environment: EnvironmentSection
     rollout: RolloutSection
+    agent: AgentSection
     compaction: CompactionSection
     credit: CreditSection
     plan: PlanSection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -14,16 +15,25 @@ from evenstep.config_schema import known_keys
 from evenstep.errors import ConfigError
 from evenstep.model_files import balance_problem, layout_problem, max_context_tokens, model_settings
 
-__all__ = ["check_model", "check_packages", "check_ranks", "check_run_folder", "preflight"]
+__all__ = [
+    "check_command",
+    "check_model",
+    "check_packages",
+    "check_ranks",
+    "check_run_folder",
+    "check_serve_packages",
+    "preflight",
+]
 
 TRAIN_PACKAGES = ("torch", "transformers", "safetensors")
+SERVE_PACKAGES = ("fastapi", "uvicorn")
 
 # Keys that may differ between a run and its continuation: they change what is kept, shown and fits into memory, and the
 # step only by rounding.
 CHANGEABLE_ON_RESUME = (
     *("run.dir", "checkpoint.", "evaluation.", "plan.", "train.score_max_tokens_per_gpu"),
     *("rollout.max_attempts_per_prompt", "rollout.max_replacements", "rollout.on_shortfall"),
-    *("rollout.step_timeout_s", "rollout.timeout_s"),
+    *("rollout.step_timeout_s", "rollout.timeout_s", "agent.timeout_s"),
 )
 
 
@@ -36,6 +46,8 @@ def preflight(config: Config, *, ranks: int | None = None, resume: bool = False)
     check_packages()
     if config.lora.rank and importlib.util.find_spec("peft") is None:
         raise ConfigError("lora.rank needs the extra 'lora', found no peft; run: pip install 'evenstep[lora]'")
+    if config.agent.kind == "command":
+        check_command(config.agent.command[0])
     if ranks is not None:
         check_ranks(ranks)
     check_model(config)
@@ -52,6 +64,34 @@ def check_packages() -> None:
     if missing:
         raise ConfigError(
             f"training needs the extra 'train', found no {', '.join(missing)}; run: pip install 'evenstep[train]'"
+        )
+
+
+def check_serve_packages() -> None:
+    """Refuse to serve where the packages of the extra ``serve`` are not installed.
+
+    Raises:
+        ConfigError: names the missing ones and the command that installs them.
+    """
+    missing = [name for name in SERVE_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"serving the OpenAI API needs the extra 'serve', found no {', '.join(missing)}; run: pip install "
+            f"'evenstep[serve]'"
+        )
+
+
+def check_command(program: str) -> None:
+    """Refuse a program that cannot be started, before anything else is.
+
+    Raises:
+        ConfigError: there is no such program, or the packages that serve it are missing.
+    """
+    check_serve_packages()
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"agent.command must begin with a program that can be started, found {program!r}; give its path, or put it "
+            f"on PATH"
         )
 
 

@@ -9,6 +9,7 @@ import typer
 from evenstep import __version__
 from evenstep.cli import plan as plan_command
 from evenstep.cli.report import report
+from evenstep.cli.serve import serve
 from evenstep.cli.train import train
 
 __all__ = ["app", "main"]
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(report)
 app.command(epilog=plan_command.EPILOG)(plan_command.plan)
+app.command()(serve)
 
 
 def _print_version(is_asked: bool) -> None:

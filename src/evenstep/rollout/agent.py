@@ -23,13 +23,13 @@ from evenstep.rollout.environment import AsksModel, Environment, Episode, Score,
 from evenstep.rollout.recorder import AgentOptions, Recorder, RolloutIdentity, TruncatedError
 from evenstep.types import Rollout, Status
 
-__all__ = ["AgentOptions", "RolloutIdentity", "run_rollout"]
+__all__ = ["AgentOptions", "RolloutIdentity", "Supervised", "run_rollout"]
 
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Supervised:
+class Supervised:
     """Calls an environment: within the limits on time, and with results of the promised types."""
 
     environment: Environment
@@ -140,7 +140,7 @@ async def run_rollout(
             broken; that is not the policy's doing and must not become a reward.
     """
     recorder = Recorder(engine=engine, renderer=renderer, options=options, identity=identity)
-    supervised = _Supervised(environment=environment, options=options)
+    supervised = Supervised(environment=environment, options=options)
     played = _Played()
     status: Status = "ok"
     status_reason: str | None = None
@@ -196,7 +196,7 @@ class _Played:
     visible: tuple[int, ...] = ()  # indices of the observations in the context of the agent's last call
 
 
-async def _play(environment: _Supervised, recorder: Recorder, compaction: Compaction, played: _Played) -> None:
+async def _play(environment: Supervised, recorder: Recorder, compaction: Compaction, played: _Played) -> None:
     """Run the episode to its end."""
     start = await environment.reset()
     context = Context(task=start.task)

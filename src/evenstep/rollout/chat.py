@@ -56,17 +56,27 @@ class ChatRenderer:
 
     def interstitial(self, content: str, *, after: Sequence[int]) -> tuple[int, ...]:
         """Ids between the output ``after`` and the model's next answer: end of turn, user message, start of answer."""
-        ids = self._ids_after_answer(content)
-        is_closed = bool(after) and tuple(after[-1:]) == self._turn_end_ids
-        return ids[1:] if is_closed else ids
+        return self._unless_closed(self._ids_after_answer(content), after)
+
+    def after_output(self, text: str, *, after: Sequence[int]) -> tuple[int, ...]:
+        """Ids of a text that a template writes behind the output ``after``, whose end of turn is not repeated."""
+        return self._unless_closed(self.encoded(text), after)
 
     def text(self, output_ids: Sequence[int]) -> str:
         """What an output says, without special tokens."""
         return self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
 
+    def encoded(self, text: str) -> tuple[int, ...]:
+        """Ids of a text in which a template has put its special tokens."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _unless_closed(self, ids: tuple[int, ...], after: Sequence[int]) -> tuple[int, ...]:
+        is_closed = bool(after) and tuple(after[-1:]) == self._turn_end_ids
+        return ids[1:] if is_closed and ids[:1] == self._turn_end_ids else ids
+
     def _head(self, content: str) -> tuple[int, ...]:
         """Ids of a conversation that begins with one user message, up to where the model answers."""
-        return self._encoded(self._rendered([{"role": "user", "content": content}]))
+        return self.encoded(self._rendered([{"role": "user", "content": content}]))
 
     def _rendered_after_answer(self, content: str) -> tuple[int, ...]:
         text = self._rendered(
@@ -82,10 +92,7 @@ class ChatRenderer:
                 f"a chat template must show an assistant's answer as it is, found the rendering {text!r} of a "
                 f"conversation with the answer {_SENTINEL!r}; use another chat template"
             )
-        return self._encoded(after)
+        return self.encoded(after)
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-    def _encoded(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))

@@ -6,17 +6,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from evenstep.errors import CollectionError, ConfigError, EvenstepError
 from evenstep.rollout.agent import AgentOptions, RolloutIdentity, run_rollout
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.compaction import Compaction
 from evenstep.rollout.engine import Barrier, BatchEngine, Engine
-from evenstep.rollout.environment import TaskSource
+from evenstep.rollout.environment import Environment, TaskSource
 from evenstep.rollout.seeds import call_seed
 from evenstep.types import Collection, Group, Rollout, Window
 
 __all__ = [
+    "Player",
     "Slot",
     "close_collection",
     "generate_rollouts",
@@ -93,6 +95,16 @@ def slots_of(
     return tuple(slots)
 
 
+class Player(Protocol):
+    """Plays rollouts in another way than the agent loop."""
+
+    async def play(
+        self, rollouts: Sequence[tuple[RolloutIdentity, Environment]], engine: Engine, options: AgentOptions
+    ) -> list[Rollout]:
+        """One rollout for each identity, in this order."""
+        ...
+
+
 async def generate_rollouts(
     slots: Sequence[Slot],
     *,
@@ -105,12 +117,13 @@ async def generate_rollouts(
     batch_rollouts: int,
     rank: int = 0,
     num_ranks: int = 1,
+    player: Player | None = None,
 ) -> list[Rollout]:
     """Generate this rank's share of the slots, in slot order.
 
     Slots are cut into generation batches of ``batch_rollouts`` by their position in ``slots``; rank r takes batches
     r, r + W, r + 2W, …. A batch's membership and the shape of each of its forwards therefore do not depend on the
-    number of ranks, and neither do the tokens.
+    number of ranks, and neither do the tokens. A ``player`` plays the whole share instead, in its own way.
 
     Raises:
         ConfigError: ``batch_rollouts`` below 1, or the agent's context is larger than the engine's.
@@ -123,8 +136,15 @@ async def generate_rollouts(
             f"rollout.max_context_tokens = {options.max_context_tokens} is more than the engine's "
             f"{engine.max_context_tokens}; lower it, or use a model with a longer context"
         )
+    starts = range(rank * batch_rollouts, len(slots), num_ranks * batch_rollouts)
+    if player is not None:
+        mine = [slot for start in starts for slot in slots[start : start + batch_rollouts]]
+        played = [
+            (_identity(slot, tasks=tasks, run_seed=run_seed), tasks.environment(slot.task_index)) for slot in mine
+        ]
+        return await player.play(played, engine, options)
     rollouts: list[Rollout] = []
-    for start in range(rank * batch_rollouts, len(slots), num_ranks * batch_rollouts):
+    for start in starts:
         batch = slots[start : start + batch_rollouts]
         barrier = Barrier(engine, [(slot.index,) for slot in batch]) if isinstance(engine, BatchEngine) else None
 

@@ -40,6 +40,7 @@ class Start:
 
     task: str
     observation: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the task's JSON, for programs that play it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

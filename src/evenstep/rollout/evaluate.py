@@ -10,7 +10,7 @@ from typing import Any
 from evenstep.errors import CollectionError
 from evenstep.rollout.agent import AgentOptions
 from evenstep.rollout.chat import ChatRenderer
-from evenstep.rollout.collector import generate_rollouts, slots_of
+from evenstep.rollout.collector import Player, generate_rollouts, slots_of
 from evenstep.rollout.compaction import Compaction
 from evenstep.rollout.engine import Engine
 from evenstep.rollout.environment import TaskSource
@@ -119,6 +119,7 @@ async def evaluate(
     batch_rollouts: int,
     rank: int = 0,
     num_ranks: int = 1,
+    player: Player | None = None,
 ) -> list[Rollout]:
     """This rank's share of one greedy rollout of each of the first ``num_tasks`` tasks; see ``generate_rollouts``.
 
@@ -135,4 +136,5 @@ async def evaluate(
         batch_rollouts=batch_rollouts,
         rank=rank,
         num_ranks=num_ranks,
+        player=player,
     )

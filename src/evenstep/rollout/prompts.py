@@ -164,7 +164,7 @@ class Prompts:
 
     async def reset(self) -> Start:
         self._completion = ""
-        return Start(task=self._record.text)
+        return Start(task=self._record.text, metadata=copy.deepcopy(dict(self._record.values)))
 
     async def step(self, action: str) -> str | None:
         """Nothing more: the first answer is the last."""

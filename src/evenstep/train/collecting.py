@@ -18,7 +18,7 @@ from evenstep.files import read_rollouts, write_rollouts
 from evenstep.rollout.agent import AgentOptions
 from evenstep.rollout.ahead import Ahead
 from evenstep.rollout.chat import ChatRenderer, ChatTokenizer
-from evenstep.rollout.collector import Slot, generate_rollouts, windows_of
+from evenstep.rollout.collector import Player, Slot, generate_rollouts, windows_of
 from evenstep.rollout.compaction import compaction_named
 from evenstep.rollout.environment import TaskSource
 from evenstep.rollout.evaluate import evaluate, evaluation_of
@@ -78,6 +78,8 @@ class Collector:
             timeout_s=config.rollout.timeout_s,
             vocab_size=models.sampler.config.get_text_config().vocab_size,
         )
+
+        self._player = _command_player(config, models, self._renderer) if config.agent.kind == "command" else None
 
     def collect(self, counters: Counters) -> list[Window] | None:
         """Rank 0: the windows of the next collection, all epochs; other ranks: None. ``counters.task`` advances.
@@ -159,6 +161,7 @@ class Collector:
                 batch_rollouts=self._config.rollout.generation_batch_rollouts,
                 rank=self._rank,
                 num_ranks=self._num_ranks,
+                player=self._player,
             )
         )
         parts = distributed.gather(mine)
@@ -227,6 +230,7 @@ class Collector:
             batch_rollouts=self._config.rollout.generation_batch_rollouts,
             rank=self._rank,
             num_ranks=self._num_ranks,
+            player=self._player,
         )
 
     def _tasks(self, split: Any, seed: int) -> TaskSource:
@@ -262,3 +266,19 @@ class Collector:
             self._notice(f"{path.name}: sampled by other weights, generated again")
             return []
         return found
+
+
+def _command_player(config: Config, models: Models, renderer: ChatRenderer) -> Player:
+    """Plays rollouts with the program that the configuration names."""
+    from evenstep.serve.commands import CommandAgent, CommandPlayer  # needs the extra 'serve'
+
+    agent = config.agent
+    return CommandPlayer(
+        agent=CommandAgent(
+            command=agent.command, timeout_s=agent.timeout_s, reward=agent.reward, on_undeclared=agent.on_undeclared
+        ),
+        tokenizer=cast(Any, models.tokenizer),
+        renderer=renderer,
+        trained_temperature=config.rollout.temperature,
+        max_side_by_side=config.rollout.generation_batch_rollouts,
+    )
