@@ -122,7 +122,7 @@ class AgentSection(Section):
         "environment",
         description="`command`: the environment scores what the program prints, or the program calls `/reward`",
     )
-    timeout_s: float = Field(
+    rollout_timeout_s: float = Field(
         600.0, gt=0, description="`command`: most seconds of a program; then its rollout is failed and it is ended"
     )
     on_undeclared: Literal["error", "segment", "realign"] = Field(

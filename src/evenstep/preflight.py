@@ -33,7 +33,7 @@ SERVE_PACKAGES = ("fastapi", "uvicorn")
 CHANGEABLE_ON_RESUME = (
     *("run.dir", "checkpoint.", "evaluation.", "plan.", "train.score_max_tokens_per_gpu"),
     *("rollout.max_attempts_per_prompt", "rollout.max_replacements", "rollout.on_shortfall"),
-    *("rollout.step_timeout_s", "rollout.timeout_s", "agent.timeout_s"),
+    *("rollout.step_timeout_s", "rollout.timeout_s", "agent.rollout_timeout_s"),
 )
 
 

@@ -20,7 +20,7 @@ from evenstep.rollout.agent import AgentOptions, RolloutIdentity, Supervised
 from evenstep.rollout.call_tree import OnUndeclared
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.engine import Engine
-from evenstep.rollout.environment import Environment, Episode, Score, Start
+from evenstep.rollout.environment import AsksModel, Environment, Episode, Score, Start
 from evenstep.serve import guard
 from evenstep.serve.app import make_app
 from evenstep.serve.batches import in_background
@@ -56,7 +56,7 @@ class CommandAgent:
         if not self.command:
             raise ConfigError("agent.command must name a program, found none")
         if not self.timeout_s > 0:
-            raise ConfigError(f"agent.timeout_s must be above 0 seconds, found {self.timeout_s}")
+            raise ConfigError(f"agent.rollout_timeout_s must be above 0 seconds, found {self.timeout_s}")
 
 
 class _FailedError(Exception):
@@ -91,10 +91,16 @@ class CommandPlayer:
         """One rollout for each identity, in this order.
 
         Raises:
+            ConfigError: an environment asks the policy itself.
             EvenstepError: the engine cannot serve a call, or a promise of ours is broken.
         """
         if not rollouts:
             return []
+        if any(isinstance(environment, AsksModel) for _, environment in rollouts):
+            raise ConfigError(
+                f"agent.kind = 'command' lets a program play, found environment {type(rollouts[0][1]).__name__}, which "
+                f"asks the policy itself; set agent.kind = 'loop', or use another environment"
+            )
         capture = Capture(
             engine=in_background(engine, max_rows=self.max_side_by_side),
             tokenizer=self.tokenizer,
@@ -204,8 +210,8 @@ class CommandPlayer:
                 return await _communicated(process, task)
         except TimeoutError:
             raise _FailedError(
-                f"{shlex.join(self.agent.command)} must end within agent.timeout_s = {self.agent.timeout_s:g} seconds; "
-                f"it was stopped"
+                f"{shlex.join(self.agent.command)} must end within agent.rollout_timeout_s = {self.agent.timeout_s:g} "
+                f"seconds; it was stopped"
             ) from None
         finally:
             await _ended(process)

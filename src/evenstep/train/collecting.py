@@ -275,7 +275,10 @@ def _command_player(config: Config, models: Models, renderer: ChatRenderer) -> P
     agent = config.agent
     return CommandPlayer(
         agent=CommandAgent(
-            command=agent.command, timeout_s=agent.timeout_s, reward=agent.reward, on_undeclared=agent.on_undeclared
+            command=agent.command,
+            timeout_s=agent.rollout_timeout_s,
+            reward=agent.reward,
+            on_undeclared=agent.on_undeclared,
         ),
         tokenizer=cast(Any, models.tokenizer),
         renderer=renderer,

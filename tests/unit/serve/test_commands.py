@@ -161,7 +161,7 @@ FAILURES: list[tuple[str, dict[str, Any], str]] = [
     ("print('x', file=sys.stderr); sys.exit(3)", {}, "found exit code 3; it wrote to stderr:\nx"),
     ("raise KeyError('here')", {}, "KeyError: 'here'"),
     ("os.kill(os.getpid(), 9)", {}, "found exit code 137"),
-    ("time.sleep(60)", {"timeout_s": 0.7}, "must end within agent.timeout_s = 0.7 seconds"),
+    ("time.sleep(60)", {"timeout_s": 0.7}, "must end within agent.rollout_timeout_s = 0.7 seconds"),
     ("ask(messages)", {"reward": "call"}, "must report a reward, found none"),
     ("reward(1.0); sys.exit(1)", {"reward": "call"}, "found exit code 1"),
     ("reward(1.0)", {}, "HTTP Error 409"),
@@ -195,6 +195,14 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     assert "no-such-program: No such file or directory" in str(rollout.status_reason)
     with pytest.raises(ConfigError, match="must name a program"):
         CommandAgent(command=())
+
+
+def test_an_environment_that_asks_the_policy_is_refused(tmp_path: Path) -> None:
+    class Asks(Marked):
+        def use_model(self, conversation: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match="environment Asks, which asks the policy itself"):
+        played(ONE_ANSWER, tmp_path, environments=[Asks()])
 
 
 def test_limits_truncate(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_without_a_right_key_nothing_is_told() -> None:
                 ("POST", "/rollouts", {}),
                 ("GET", "/r/mine/status", None),
                 ("GET", "/v1/models", None),
-                ("GET", "/nothing/there", None),
+                ("GET", "/nothing", None),
                 ("POST", "/r/mine/reward", b"{not json"),
             ):
                 status, answer, headers = await http(url, method, path, body, key=wrong)
