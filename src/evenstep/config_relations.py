@@ -191,11 +191,6 @@ def _agent_problems(config: Config) -> list[str]:
             f"compaction.policy is of the agent loop, found {config.compaction.policy!r} with agent.kind = 'command', "
             f"whose program compacts by itself; leave it out"
         )
-    if agent.on_undeclared != "error" and config.has_critic:
-        problems.append(
-            f"credit.estimator = 'gae' needs one order of tokens, found agent.on_undeclared = {agent.on_undeclared!r}; "
-            f"use 'error', or an estimator by rollout"
-        )
     return problems
 
 

@@ -125,11 +125,6 @@ class AgentSection(Section):
     rollout_timeout_s: float = Field(
         600.0, gt=0, description="`command`: most seconds of a program; then its rollout is failed and it is ended"
     )
-    on_undeclared: Literal["error", "segment", "realign"] = Field(
-        "error",
-        description="`command`: a prompt that rewrites the history without a reason is refused, begins a segment, or "
-        "goes on in its segment, in which what it replaced is not trained",
-    )
 
 
 class CompactionSection(Section):

@@ -278,7 +278,7 @@ def _command_player(config: Config, models: Models, renderer: ChatRenderer) -> P
             command=agent.command,
             timeout_s=agent.rollout_timeout_s,
             reward=agent.reward,
-            on_undeclared=agent.on_undeclared,
+            on_undeclared=config.rollout.on_undeclared,
         ),
         tokenizer=cast(Any, models.tokenizer),
         renderer=renderer,
