@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import pytest
 
 import mutations_of_credit as credit
+import mutations_of_report as report
 import mutations_of_rollouts as rollouts
 import mutations_of_step as step
 from mutations import Mutation, run
@@ -23,6 +24,7 @@ MUTATIONS = [
     *(*credit.CREDIT, *credit.LOSSES),
     *(*step.TOKENS, *step.ACROSS_RANKS, *step.STEP),
     *(*rollouts.WINDOWS, *rollouts.PLAN),
+    *report.REPORT,
 ]
 HARMLESS = Mutation(
     name="harmless",

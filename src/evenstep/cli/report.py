@@ -30,4 +30,7 @@ def report(
         for note in page.notes:
             typer.echo(f"note: {note}")
         if is_opened:
-            typer.launch(path.resolve().as_uri())
+            import webbrowser
+
+            if not webbrowser.open(path.resolve().as_uri()):
+                typer.echo("note: no browser was found; open the file in one")

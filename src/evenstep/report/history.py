@@ -137,6 +137,6 @@ def counted(count: int, noun: str) -> str:
     """A number with its noun.
 
     >>> counted(1, "rank"), counted(2000, "rank")
-    ('1 rank', '2000 ranks')
+    ('1 rank', '2,000 ranks')
     """
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -137,7 +137,7 @@ def _rewards(windows: Sequence[Metrics]) -> Iterator[str]:
         return
     part = max(1, len(found) // 10)
     before, after = statistics.fmean(found[:part]), statistics.fmean(found[-part:])
-    which = "in the first and the last window" if part == 1 else f"over the first and the last {part} windows"
+    which = "in the first and the last window" if part == 1 else f"over the first and the last {part:,} windows"
     yield f"Mean reward in training {which}: {before:.3f} and {after:.3f}."
     spreads = values_of(windows, "reward_std")
     if spreads:
@@ -235,7 +235,7 @@ def _losses(records: RunRecords) -> Card:
     lines = [*_reasons("Windows without a step", Counter(str(window.get("skip_reason")) for window in skipped))]
     if skipped:
         shown = ", ".join(str(window["window"]) for window in skipped[:MAX_REASONS])
-        lines.append(f"They are: {shown}{' …' if len(skipped) > MAX_REASONS else ''}.")
+        lines.append(f"They are: {shown}{' …' if len(skipped) > MAX_REASONS else '.'}")
     lines += _reasons("Dropped groups", dropped)
     if setting(records.config, "rollout", "truncated") == "mask" and totals["num_truncated"]:
         lines.append("Truncated rollouts were left out of training and of every baseline.")

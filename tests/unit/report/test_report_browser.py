@@ -191,7 +191,10 @@ def test_values_can_be_read(browser: Any, page: Path) -> None:
     ActionChains(browser).move_to_element_with_offset(image, image.size["width"] // 2 - 15, 0).perform()
     assert text(browser, f"{chart} .readout") == "window 3: Trained tokens, N 103"
     click(browser, '#plan .row[data-row="0"]')
-    assert text(browser, "#plan-detail") == "g0·r0·s0: 6 tokens, 2 trained; rollout c2/p0/g0"
+    found = text(browser, "#plan-detail")
+    assert found == "g0·r0·s0: 6 tokens, 2 trained; rollout c2/p0/g0 Show its segments."
+    click(browser, "#plan-detail a")
+    until(browser, lambda: "c2/p0/g0" in text(browser, "#rollout-select option:checked"))
     click(browser, "#plan .legend button:nth-child(2)")
     assert count(browser, "#plan .row[data-row]:not(.dimmed)") == 7
     click(browser, "#plan details summary")

@@ -230,7 +230,10 @@ function showPlan() {
   picture.append(image);
   const point = (event) => {
     const row = event.target.getAttribute && event.target.getAttribute("data-row");
-    if (row !== null && row !== undefined) detail.textContent = rowText(plan, Number(row));
+    if (row === null || row === undefined) return;
+    const id = rolloutOf(plan, Number(row))[0];
+    const isShown = DATA.rollouts.some((rollout) => rollout.id === id);
+    detail.replaceChildren(rowText(plan, Number(row)), ...(isShown ? [" ", html("a", { href: "#rollout=" + encodeURIComponent(id) }, "Show its segments.")] : []));
   };
   image.addEventListener("pointerover", point);
   image.addEventListener("click", point);
