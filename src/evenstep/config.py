@@ -61,6 +61,12 @@ ELSEWHERE = {
     "ppo_max_token_len_per_gpu": "plan.max_tokens_per_gpu",
     "train_batch_size": "rollout.num_prompts",
 }
+# and keys of what training does not do
+NOT_HERE = dict.fromkeys(
+    ("context_parallel_size", "cp", "cp_size", "context_parallel", "sequence_parallel_size", "ring_attn_size"),
+    "training does no context parallelism: every rank runs whole rows (evenstep.plan.plan_step(cp=...) plans for "
+    "trainers that do)",
+)
 OptionsT = TypeVar("OptionsT", EnvironmentSection, CompactionSection)
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -251,6 +257,8 @@ def _guess(model: type[Section], prefix: Key, key: Key) -> str:
         guess = nearest(key[-1], known)
         hint = f"did you mean `{prefix[0]}.{guess}`? " if guess else ""
         return f"{hint}[{prefix[0]}] takes here: {', '.join(known) or 'no options'}"
+    if known_not := next((NOT_HERE[name] for name in key[:2] if name in NOT_HERE), None):
+        return known_not
     elsewhere = next((ELSEWHERE[name] for name in key[:2] if name in ELSEWHERE), None)
     if elsewhere is not None:
         return f"here it is `{elsewhere}`"

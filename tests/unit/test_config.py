@@ -545,6 +545,12 @@ def test_every_key_has_a_meaning() -> None:
     assert [key for key, field in known_keys().items() if not field.description] == []
 
 
+@pytest.mark.parametrize("override", ["plan.cp=2", "train.context_parallel_size=2", "cp=2"])
+def test_context_parallelism_is_not_for_training(base: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="training does no context parallelism: every rank runs whole rows"):
+        load_config([base], [override])
+
+
 @pytest.mark.parametrize("name", sorted(ELSEWHERE))
 def test_names_of_other_trainers(base: Path, name: str) -> None:
     section, key = ELSEWHERE[name].split(".")

@@ -2,6 +2,7 @@
 
 from evenstep.plan.bounds import Bounds, lower_bounds
 from evenstep.plan.build import reuse_plan
+from evenstep.plan.choose import LayoutChoice, plan_cheapest
 from evenstep.plan.cost import CostModel
 from evenstep.plan.measure import PlanStats
 from evenstep.plan.planner import plan_step
@@ -14,12 +15,14 @@ __all__ = [
     "Bounds",
     "Cells",
     "CostModel",
+    "LayoutChoice",
     "Overlong",
     "PlanStats",
     "Request",
     "SharedPrefixes",
     "StepPlan",
     "lower_bounds",
+    "plan_cheapest",
     "plan_step",
     "refine_plan",
     "reuse_plan",

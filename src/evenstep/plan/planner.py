@@ -30,7 +30,7 @@ from evenstep.plan.spread import place_global
 from evenstep.plan.step_plan import StepPlan
 from evenstep.types import Int64Array
 
-__all__ = ["plan_step"]
+__all__ = ["Lengths", "plan_step"]
 
 Lengths = Sequence[int] | npt.NDArray[np.integer[Any]]
 

@@ -99,7 +99,17 @@ class StepPlan:
         return tuple(range(self.stats.num_rows)) if self.window is None else self.window
 
     def for_rank(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """[K] The cells of one rank, in the order it runs them."""
+        """[K] The cells of one rank, in the order it runs them.
+
+        >>> from evenstep.plan import plan_step
+        >>> plan = plan_step([7, 5, 4, 3, 2, 2], num_ranks=2, max_tokens_per_gpu=7, layout="packed",
+        ...                  num_microbatches_multiple=2)
+        >>> plan.for_rank(1)                                  # K = 2: 5 + 2 beside 7, then 3 + 2 beside 4
+        ((1, 4), (3, 5))
+
+        Raises:
+            PlanError: no such rank.
+        """
         if not 0 <= rank < self.num_ranks:
             raise PlanError(f"rank must be within 0 and {self.num_ranks - 1}, found {rank}")
         return self.cells[rank]
