@@ -182,6 +182,38 @@ WINDOWS: list[Mutation] = [
 ]
 
 PLAN: list[Mutation] = [
+    Mutation(
+        name="mean of the windows' ratios",
+        why="A dry run's padding efficiency is the mean of those of its windows, however many tokens they have.",
+        module="evenstep.dry_run.arms",
+        old="padding_efficiency=sum(stats.num_tokens for stats in found) / footprint",
+        new="padding_efficiency=sum(stats.padding_efficiency for stats in found) / len(found)",
+        killed_by="tests/unit/dry_run/test_dry_run.py::test_figures_are_sums_over_sums",
+    ),
+    Mutation(
+        name="recomputation for nothing",
+        why="Layers that are computed again in the backward cost no estimated seconds.",
+        module="evenstep.dry_run.estimate",
+        old="passes = 4 if self.is_checkpointed else 3",
+        new="passes = 3",
+        killed_by="tests/unit/dry_run/test_dry_run.py::test_estimates_by_hand",
+    ),
+    Mutation(
+        name="padding imported as tokens",
+        why="A row of a NeMo-RL dump is as long as its padded ids.",
+        module="evenstep.imports.nemo",
+        old='length = as_count(values, "input_lengths", least=1)',
+        new='length = len(values.get("token_ids", ())) or 1',
+        killed_by="tests/unit/imports/test_readers.py::test_nemo_rl_rows_are_as_long_as_their_tokens",
+    ),
+    Mutation(
+        name="messages imported as rows",
+        why="A row of a trace is its last message, without the branch before it.",
+        module="evenstep.imports.prime",
+        old="return path[::-1]",
+        new="return path[:1]",
+        killed_by="tests/unit/imports/test_readers.py::test_each_branch_of_a_trace_is_a_row",
+    ),
     _FOOTPRINT(
         name="budget of real tokens",
         why="[P6] A padded micro-batch is measured by the sum of its rows.",

@@ -81,13 +81,10 @@ class DryRun:
         return dict(zip(names, values, strict=True))
 
     def best(self, num_ranks: int | None = None) -> ArmResult | None:
-        """evenstep's cheapest arm for these ranks (None: the first), among those that fit if any does."""
-        ranks = self.results[0].arm.num_ranks if num_ranks is None else num_ranks
-        candidates = [
-            result
-            for result in self.results
-            if result.refused is None and result.arm.planner == EVENSTEP and result.arm.num_ranks == ranks
-        ]
+        """evenstep's cheapest arm on so many ranks (None: the first planned for), of those that fit if any does."""
+        planned = [r for r in self.results if r.refused is None and r.arm.planner == EVENSTEP]
+        ranks = planned[0].arm.num_ranks if num_ranks is None and planned else num_ranks
+        candidates = [result for result in planned if result.arm.num_ranks == ranks]
         fitting = [result for result in candidates if self.estimates(result)["estimated_to_fit"] is not False]
         return min(fitting or candidates, key=lambda result: result.step_cost_mean, default=None)
 
@@ -196,7 +193,9 @@ def plan_window(run: DryRun, index: int) -> tuple[PlanWindow, ArmResult]:
         )
     best = run.best()
     if best is None:
-        raise PlanError("--out, --picture and --trace need an arm that could be planned, found none; raise the budget")
+        raise PlanError(
+            "--out, --picture and --trace need an arm that could be planned, found none; the table says why not"
+        )
     return run.windows[index], best
 
 

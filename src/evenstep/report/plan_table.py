@@ -58,6 +58,11 @@ def _seconds(run: DryRun, result: ArmResult) -> str:
     return "" if seconds is None else f"{seconds:.3g}"
 
 
+def _cost(run: DryRun, result: ArmResult) -> str:
+    ratio = run.cost_to_best(result)
+    return "" if ratio is None else f"{ratio:.2f}×"
+
+
 def _memory(run: DryRun, result: ArmResult) -> str:
     found = run.estimates(result)
     memory = found["estimated_memory_bytes"]
@@ -81,7 +86,7 @@ COLUMNS = (
     Column(header="lockstep", text=lambda run, result: f"{result.lockstep_efficiency:.1%}"),
     Column(header="over-long", text=lambda run, result: f"{result.num_overlong:,}", is_shown=_over),
     Column(header="over budget", text=lambda run, result: f"{result.num_over_budget:,}", is_shown=_over),
-    Column(header="cost", text=lambda run, result: f"{run.cost_to_best(result) or 1.0:.2f}×"),
+    Column(header="cost", text=lambda run, result: _cost(run, result)),
     Column(header="est. s/step", text=_seconds, needs_model=True),
     Column(header="est. GiB", text=_memory, needs_model=True),
 )

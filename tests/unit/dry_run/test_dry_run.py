@@ -309,6 +309,12 @@ def test_a_run_is_measured_as_it_was_planned(truncated: str, tmp_path: Path) -> 
     assert {result.arm.max_tokens_per_gpu for result in found.results[1:]} == {20, 40, 80}
     assert found.question.rules.pad_to_multiple == 4  # as the run was planned
     assert found.best() is not recorded
+    elsewhere = dry_run("run", rows, question(ranks=(3,), budgets=()), run=folder)
+    best = elsewhere.best()
+    assert best is not None
+    assert best.arm.num_ranks == 3
+    assert elsewhere.cost_to_best(elsewhere.results[0]) is None  # nothing on 2 ranks to compare with
+    assert any(line.lstrip().startswith("as recorded") and "×" not in line for line in plain_lines(elsewhere))
     lines = plain_lines(found, has_windows=True)
     assert any(line.startswith("window 1 ") for line in lines)
 
