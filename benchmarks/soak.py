@@ -446,10 +446,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="of training, both kinds of run together")
     parser.add_argument("--seed", type=int, default=0, help="of the run and of the kills, not of the environment")
+    parser.add_argument("--arm", choices=list(ARMS), help="one kind alone, for its half of the time; absent: both")
     parser.add_argument("--folder", type=Path, help="where to leave the runs; absent: nowhere")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         for name, (max_staleness, _) in ARMS.items():
+            if options.arm not in (None, name):
+                continue
             arm = Arm(name=name, folder=(options.folder or Path(temporary)).resolve() / name, seed=options.seed)
             arm.folder.mkdir(parents=True)
             soak(arm, options.minutes * 60 / len(ARMS))

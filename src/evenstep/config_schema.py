@@ -58,7 +58,12 @@ class RolloutSection(Section):
     temperature: float = Field(1.0, gt=0, description="of sampling; log-probs are taken after it")
     max_tokens_per_call: int = Field(ge=1, description="most tokens a call may sample")
     max_calls: int = Field(64, ge=1, description="a rollout with more calls is truncated")
-    max_segments: int = Field(16, ge=1, description="a rollout with more segments is truncated")
+    max_segments: int = Field(
+        16,
+        ge=1,
+        description="a rollout with more segments is truncated; a compaction schedule that breaks the context at every "
+        "action needs as many as `max_calls`",
+    )
     step_timeout_s: float = Field(
         60.0, gt=0, description="most seconds of one call of the environment; a rollout with a longer one is failed"
     )

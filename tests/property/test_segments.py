@@ -8,6 +8,7 @@
    sampled after; only ``realign`` leaves tokens out, and only those that no segment holds
 4. the branch with the lowest order numbers trains a shared token
 5. the order in which calls arrive changes nothing
+6. sub-agents may come before the agent's first call, which is then no undeclared break
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def linear_rollouts(draw: st.DrawFn) -> Rollout:
 @st.composite
 def trees(draw: st.DrawFn) -> Rollout:
     """Calls that continue, fork, drift from, retry or ignore any earlier one."""
-    calls = [make_call(draw(st.integers(0, 2)), [0, *draw(ids)], draw(ids), is_rejected=draw(st.integers(0, 5)) == 0)]
+    first: dict[str, Any] = {"break_reason": "subagent"} if draw(st.integers(0, 3)) == 0 else {}
+    first["is_rejected"] = draw(st.integers(0, 5)) == 0
+    calls = [make_call(draw(st.integers(0, 2)), [0, *draw(ids)], draw(ids), **first)]
     for _ in range(draw(st.integers(0, 8))):
         order = calls[-1].order + draw(st.integers(1, 3))
         before = draw(st.sampled_from(calls))
@@ -177,6 +180,19 @@ def searched_parents(nodes: tuple[CallNode, ...]) -> None:
             assert node.origin == (node.call.break_reason or "quarantined")
 
 
+def check_starts(nodes: tuple[CallNode, ...]) -> None:
+    """The agent's first call comes first, but for rejected calls and sub-agents that it was not made from."""
+    is_aside: list[bool] = []
+    for index, node in enumerate(nodes):
+        is_first = index == 0 or all(
+            n.call.is_rejected or (aside and not holds(node.call.prompt_ids, n.call.prompt_ids))
+            for n, aside in zip(nodes[:index], is_aside, strict=True)
+        )
+        if node.parent is None and node.call.parent is None and node.call.break_reason is None:
+            assert (node.origin == "start") == is_first or node.origin in ("quarantined", "fork")
+        is_aside.append(node.origin == "subagent" or (node.parent is not None and is_aside[node.parent]))
+
+
 def chain(nodes: tuple[CallNode, ...], leaf: int) -> list[tuple[int, int]]:
     """(node, how many of its view's tokens the segment that ends at ``leaf`` holds), from the first node on."""
     found: list[tuple[int, int]] = []
@@ -191,6 +207,7 @@ def chain(nodes: tuple[CallNode, ...], leaf: int) -> list[tuple[int, int]]:
 def check(rollout: Rollout, mode: Any) -> None:
     nodes = call_tree(rollout, on_undeclared=mode)
     searched_parents(nodes)
+    check_starts(nodes)
     found = segmentation_of(rollout, on_undeclared=mode)
     kept = [n.call for n in nodes if not n.call.is_rejected]
     by_order = {n.call.order: i for i, n in enumerate(nodes)}

@@ -80,7 +80,7 @@ class PlainReporter:
         """A finished window says it all; phases are for those who watch."""
 
     def window(self, metrics: Mapping[str, Any]) -> None:
-        if len(self._history.windows) % HEADER_EVERY == 0:
+        if self._history.num_reported % HEADER_EVERY == 0:
             self._print(aligned(column.header for column in COLUMNS))
         row = self._history.add_window(metrics)
         self._print(aligned(column.text(row) for column in COLUMNS))
@@ -129,7 +129,7 @@ class LiveReporter:
         self._live.start()
 
     def phase(self, name: str) -> None:
-        position = len(self._history.windows) + self._history.first_window + 1
+        position = self._history.num_reported + self._history.first_window + 1
         window = f"window {position} of {self._history.num_windows}" if position <= self._history.num_windows else ""
         if self._spinner is not None:
             self._spinner.update(text=Text(f"{window}{': ' if window else ''}{name}"))
@@ -170,8 +170,8 @@ class LiveReporter:
         hidden = [column.header for column in COLUMNS if column not in columns]
         if self._spinner is not None:
             parts.append(self._spinner)
-        if len(shown) < len(self._history.windows):
-            parts.append(self._small(f"{len(self._history.windows) - len(shown)} earlier windows: see metrics.jsonl"))
+        if len(shown) < self._history.num_reported:
+            parts.append(self._small(f"{self._history.num_reported - len(shown)} earlier windows: see metrics.jsonl"))
         if hidden:
             parts.append(self._small(f"a wider terminal shows {', '.join(hidden)}"))
         return Group(*parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,22 @@ HELDOUT = (
     ("eval_reward_mean", "eval_floor", "all tasks"),
     ("eval_long_reward_mean", "eval_long_floor", "tasks of 3+ segments"),
 )
+# key of a window's metrics, what it is called, digits
+OF_A_STEP = (
+    ("num_rollouts", "rollouts", 0),
+    ("num_rows", "rows", 0),
+    ("segments_per_rollout_mean", "segments per rollout, mean", 2),
+    ("segments_per_rollout_max", "segments per rollout, most", 0),
+    ("num_fillers", "fillers", 0),
+    ("num_microbatches", "micro-batches per rank (K)", 0),
+    ("padding_efficiency", "padding efficiency", 3),
+    ("lockstep_efficiency", "lockstep efficiency", 3),
+    ("tokens_per_second", "tokens per second", 0),
+    ("seconds_generate", "seconds to generate", 2),
+    ("seconds_score", "seconds to score", 2),
+    ("seconds_train", "seconds to train", 2),
+)
+MAX_SHOWN = 500  # windows: more than any terminal has lines
 LOST = (("eval_num_failed", "failed, in no mean"), ("eval_num_truncated", "truncated"))
 PLACES = (
     ("report.html", "this run as a page, for a browser"),
@@ -44,7 +61,10 @@ class History:
         self._started = clock()
         self.num_windows = 0  # of the whole run
         self.first_window = 0  # of this process
-        self.windows: list[dict[str, Any]] = []
+        self.windows: list[dict[str, Any]] = []  # the newest, which may be shown
+        self.num_reported = 0  # all of them; what is said of all at the end is kept as numbers alone
+        self._num_steps = 0
+        self._values = {name: array("d") for name, _, _ in OF_A_STEP}
         self.evaluations: list[dict[str, Any]] = []
 
     def start(self, info: Mapping[str, Any]) -> None:
@@ -54,7 +74,8 @@ class History:
 
     def add_window(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """The metrics with the newest held-out score and the time left."""
-        num_done = len(self.windows) + 1
+        self.num_reported += 1
+        num_done = self.num_reported
         per_window = (self._clock() - self._started) / num_done
         row = {
             **metrics,
@@ -62,6 +83,12 @@ class History:
             "eta_s": per_window * (self.num_windows - self.first_window - num_done),
         }
         self.windows.append(row)
+        if len(self.windows) > 2 * MAX_SHOWN:  # a run may be longer than memory
+            del self.windows[:-MAX_SHOWN]
+        self._num_steps += bool(metrics["stepped"])
+        for name, values in self._values.items():
+            if metrics[name] is not None:
+                values.append(metrics[name])
         return row
 
     def opening(self, info: Mapping[str, Any]) -> str:
@@ -99,28 +126,13 @@ class History:
             yield f"  {text}: {before:.3f} -> {after:.3f} ({after - before:+.3f}{floor_text})"
 
     def _step(self) -> Iterator[str]:
-        if not self.windows:
+        if not self.num_reported:
             return
-        num_steps = sum(window["stepped"] for window in self.windows)
-        counts = f"{counted(len(self.windows), 'window')}, {counted(num_steps, 'optimizer step')}"
+        counts = f"{counted(self.num_reported, 'window')}, {counted(self._num_steps, 'optimizer step')}"
         yield f"What a step looked like ({counts}; median, least to most)"
-        for name, text, digits in (
-            ("num_rollouts", "rollouts", 0),
-            ("num_rows", "rows", 0),
-            ("segments_per_rollout_mean", "segments per rollout, mean", 2),
-            ("segments_per_rollout_max", "segments per rollout, most", 0),
-            ("num_fillers", "fillers", 0),
-            ("num_microbatches", "micro-batches per rank (K)", 0),
-            ("padding_efficiency", "padding efficiency", 3),
-            ("lockstep_efficiency", "lockstep efficiency", 3),
-            ("tokens_per_second", "tokens per second", 0),
-            ("seconds_generate", "seconds to generate", 2),
-            ("seconds_score", "seconds to score", 2),
-            ("seconds_train", "seconds to train", 2),
-        ):
-            values = [window[name] for window in self.windows if window[name] is not None]
-            if values:
-                yield f"  {text}: {spread(values, digits)}"
+        for name, text, digits in OF_A_STEP:
+            if self._values[name]:
+                yield f"  {text}: {spread(self._values[name], digits)}"
 
 
 def spread(values: Sequence[float], digits: int) -> str:

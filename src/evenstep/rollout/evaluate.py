@@ -39,6 +39,9 @@ class Evaluation:
     by_segments: dict[int, Share]  # number of segments -> those rollouts
     num_failed: int  # in no mean: nothing can be said about their policy
     num_truncated: int
+    # of the long ones, those whose environment says that the answer could be read off the last context
+    # (info["was_answer_visible"], which compaction may have kept there); None where it does not say
+    num_long_visible: int | None
 
     def to_json(self) -> dict[str, Any]:
         """A flat object for ``metrics.jsonl``; sampling is greedy, one rollout a task (avg@1)."""
@@ -49,6 +52,7 @@ class Evaluation:
             "eval_reward_mean": self.all.reward_mean,
             "eval_floor": self.all.floor,
             "eval_num_long": self.long.num_rollouts if self.long else 0,
+            "eval_num_long_visible": self.num_long_visible,
             "eval_long_reward_mean": self.long.reward_mean if self.long else None,
             "eval_long_floor": self.long.floor if self.long else None,
             "eval_by_segments": {
@@ -88,12 +92,14 @@ def evaluation_of(rollouts: Sequence[Rollout]) -> Evaluation:
     for rollout in scored:
         by_segments[rollout.info["num_segments"]].append(rollout)
     long = [rollout for rollout in scored if rollout.info["num_segments"] >= LONG_SEGMENTS]
+    visible = [rollout.info["was_answer_visible"] for rollout in long if "was_answer_visible" in rollout.info]
     return Evaluation(
         all=_share(scored),
         long=_share(long) if long else None,
         by_segments={segments: _share(members) for segments, members in sorted(by_segments.items())},
         num_failed=len(rollouts) - len(scored),
         num_truncated=sum(rollout.status == "truncated" for rollout in scored),
+        num_long_visible=sum(visible) if long and len(visible) == len(long) else None,
     )
 
 

@@ -16,6 +16,8 @@ from evenstep.rollout.seeds import mixed_seed
 
 __all__ = ["ReasoningTasks", "ReasoningTasksOptions"]
 
+MAX_DRAWS = 200  # for each question, in search of one of the split, which has a quarter of all or more
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningTasksOptions:
@@ -69,13 +71,17 @@ class ReasoningTasks:
     @classmethod
     def for_task(cls, options: ReasoningTasksOptions, *, seed: int, split: Split, index: int) -> ReasoningTasks:
         questions: list[tuple[Any, Mapping[str, Any]]] = []
-        draw = 0
-        while len(questions) < options.num_questions:
+        for draw in range(MAX_DRAWS * options.num_questions):
             dataset, entry = _question(options, mixed_seed("reasoning_gym", seed, split, index, draw))
-            draw += 1
             if split_of_text(entry["question"]) == split:
                 questions.append((dataset, entry))
-        return cls(options, tuple(questions))
+            if len(questions) == options.num_questions:
+                return cls(options, tuple(questions))
+        raise ConfigError(
+            f"reasoning-gym family {options.family!r} with settings {dict(options.settings)} must have questions for the "
+            f"split {split!r}, found {len(questions)} of {options.num_questions} in {MAX_DRAWS * options.num_questions} "
+            f"draws; it has too few different ones, so widen its settings or take another family"
+        )
 
     async def reset(self) -> Start:
         self._scores = []

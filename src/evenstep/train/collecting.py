@@ -240,7 +240,7 @@ class Collector:
     # --- what was kept --------------------------------------------------------------------------------------------
 
     def _report_losses(self, collection: Collection, dropped: Mapping[str, str]) -> None:
-        """Say what failed or was dropped, and why; a collection that has nothing to train ends the run."""
+        """Say what failed, was truncated or dropped, and why; a collection that has nothing to train ends the run."""
         if dropped:
             group_id, reason = next(iter(dropped.items()))
             num_kept = len(collection.groups)
@@ -256,6 +256,13 @@ class Collector:
         if failed:
             reason = (failed[0].status_reason or "").strip().splitlines()[-1:]
             self._notice(f"{len(failed)} of {len(rollouts)} rollouts failed; {failed[0].rollout_id}: {''.join(reason)}")
+        # no environment's fault: a limit that was set, such as max_segments with a schedule that breaks every context
+        truncated = [r for r in rollouts if r.status == "truncated"]
+        if truncated:
+            self._notice(
+                f"{len(truncated)} of {len(rollouts)} rollouts were truncated; {truncated[0].rollout_id}: "
+                f"{truncated[0].status_reason}"
+            )
 
     def _stored(self, path: Path, counters: Counters) -> list[Rollout]:
         """Rollouts of this collection that an interrupted run left behind, sampled by these very weights."""

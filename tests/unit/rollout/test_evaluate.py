@@ -7,6 +7,7 @@
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,15 @@ def test_means_by_number_of_segments():
     assert (evaluation.num_failed, evaluation.num_truncated) == (1, 1)
     uneven = [evaluation_of(MIXED[:1]).all.reward_mean, evaluation_of(MIXED[1:]).all.reward_mean]
     assert sum(uneven) / 2 != evaluation.all.reward_mean
+
+
+def test_long_rollouts_that_could_read_the_answer_off_are_counted():
+    seen = [
+        replace(rollout(index, 1.0, segments, "2"), info={"num_segments": segments, "was_answer_visible": is_visible})
+        for index, (segments, is_visible) in enumerate([(3, True), (4, False), (1, True)])
+    ]
+    assert evaluation_of(seen).to_json()["eval_num_long_visible"] == 1
+    assert evaluation_of(MIXED).to_json()["eval_num_long_visible"] is None  # the environment does not say
 
 
 def test_no_answers_no_floor():
