@@ -238,17 +238,33 @@ def write_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) ->
     Raises:
         FileFormatError: a rollout that `read_rollouts` would refuse; ``path`` is left as it was then.
     """
-    _write(Path(path), (_rollout_bytes(path, rollout) for rollout in rollouts))
+    _write(Path(path), (_rollout_bytes(path, rollout) for rollout in _unique(path, "rollout_id", rollouts)))
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[RowRecord]) -> None:
     """Write a file of rows; as `write_rollouts`."""
-    _write(Path(path), (_encoded(RowLine, "row", row, f"{path}, row {row.row_id!r}") for row in rows))
+    named = ((row, f"{path}, row {row.row_id!r}") for row in _unique(path, "row_id", rows))
+    _write(Path(path), (_encoded(RowLine, "row", row, where) for row, where in named))
 
 
 def write_lengths(path: str | os.PathLike[str], rows: Iterable[RowLengths]) -> None:
     """Write a file of row lengths; as `write_rollouts`."""
-    _write(Path(path), (_encoded(LengthsLine, "lengths", row, f"{path}, row {row.row_id!r}") for row in rows))
+    named = ((row, f"{path}, row {row.row_id!r}") for row in _unique(path, "row_id", rows))
+    _write(Path(path), (_encoded(LengthsLine, "lengths", row, where) for row, where in named))
+
+
+def _unique(path: str | os.PathLike[str], id_name: str, records: Iterable[T]) -> Iterator[T]:
+    """The records, unless an id comes twice, which no reader would take."""
+    seen: set[Any] = set()
+    for record in records:
+        unique_id = record.__getattribute__(id_name)
+        if unique_id in seen:
+            raise FileFormatError(
+                f"{path}, field `{id_name}`: must be unique in the file, found {unique_id!r} twice; write it once, or "
+                f"give the other another id"
+            )
+        seen.add(unique_id)
+        yield record
 
 
 def _rollout_bytes(path: str | os.PathLike[str], rollout: Rollout) -> bytes:

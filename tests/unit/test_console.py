@@ -5,6 +5,7 @@
 3. A window without an optimizer step is marked and explained; metrics that are null are shown as absent.
 4. The newest held-out score stands beside every later window, and the time left follows from the windows so far.
 5. The end says what was learned, what a step looked like, and which files are there.
+6. A run may be longer than memory: what is kept of it does not grow but for a few numbers a window.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from evenstep.report.columns import COLUMNS, GAP, duration, fitting, number
 from evenstep.report.console import HEADER_EVERY, LiveReporter, PlainReporter, make_reporter
-from evenstep.report.history import History
+from evenstep.report.history import MAX_SHOWN, History
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 INFO = {"num_ranks": 2, "num_parameters": 612_345, "num_windows": 40, "first_window": 0, "folder": "runs/demo"} | {
@@ -189,3 +190,15 @@ def test_numbers_fit_their_columns(value: float | None, text: str) -> None:
 @pytest.mark.parametrize("seconds, text", [(0.4, "0s"), (59.6, "1m00s"), (3599, "59m59s"), (360_000, "100h00m")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_long_run_is_not_kept_in_memory() -> None:
+    history = History()
+    history.start({"num_windows": 10_000, "first_window": 0, "evaluations": []})
+    for window in range(3 * MAX_SHOWN):
+        history.add_window(window_metrics(window, stepped=window > 0, num_rows=window))
+    assert MAX_SHOWN <= len(history.windows) <= 2 * MAX_SHOWN
+    assert history.windows[-1]["window"] == 3 * MAX_SHOWN - 1
+    said = "\n".join(history.summary("nowhere"))
+    assert f"{3 * MAX_SHOWN:,} windows, {3 * MAX_SHOWN - 1:,} optimizer steps".replace(",", "") in said.replace(",", "")
+    assert f"rows: {(3 * MAX_SHOWN - 1) / 2:.0f} (0 to {3 * MAX_SHOWN - 1})".replace(",", "") in said.replace(",", "")

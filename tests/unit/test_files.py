@@ -369,3 +369,16 @@ def test_the_page_about_files_names_every_field() -> None:
     for model in (RolloutLine, CallObject, SamplingObject, RowLine, LengthsLine):
         for name in model.model_fields:
             assert f"`{name}`" in page, name
+
+
+def test_an_id_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lengths = RowLengths(row_id="a", rollout_id="r", group_id="g", num_tokens=3, num_trained_tokens=1)
+    write_lengths(path, [lengths])
+    before = path.read_bytes()
+    with pytest.raises(FileFormatError, match=r"field `row_id`: must be unique in the file, found 'a' twice"):
+        write_lengths(path, [lengths, lengths])
+    rollout = Rollout(rollout_id="r", group_id="g", prompt_id="p", reward=1.0)
+    with pytest.raises(FileFormatError, match=r"field `rollout_id`: must be unique in the file, found 'r' twice"):
+        write_rollouts(path, [rollout, rollout])
+    assert path.read_bytes() == before

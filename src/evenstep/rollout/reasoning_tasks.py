@@ -78,9 +78,10 @@ class ReasoningTasks:
             if len(questions) == options.num_questions:
                 return cls(options, tuple(questions))
         raise ConfigError(
-            f"reasoning-gym family {options.family!r} with settings {dict(options.settings)} must have questions for the "
-            f"split {split!r}, found {len(questions)} of {options.num_questions} in {MAX_DRAWS * options.num_questions} "
-            f"draws; it has too few different ones, so widen its settings or take another family"
+            f"reasoning-gym family {options.family!r} with settings {dict(options.settings)} must have questions for "
+            f"the split {split!r}, found {len(questions)} of {options.num_questions} in "
+            f"{MAX_DRAWS * options.num_questions} draws; it has too few different ones, so widen its settings or take "
+            f"another family"
         )
 
     async def reset(self) -> Start:
