@@ -186,6 +186,11 @@ def _agent_problems(config: Config) -> list[str]:
             "agent.kind = 'command' starts a program, found no agent.command; add it, for example "
             '["python", "my_agent.py"]'
         )
+    if config.rollout.in_flight_updates:
+        problems.append(
+            "rollout.in_flight_updates changes weights between two batches of the agent loop, found agent.kind = "
+            "'command', whose calls share batches as they come; leave it out"
+        )
     if config.compaction.policy != "none":
         problems.append(
             f"compaction.policy is of the agent loop, found {config.compaction.policy!r} with agent.kind = 'command', "
