@@ -14,6 +14,8 @@ import asyncio
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,3 +258,19 @@ def test_a_port_that_is_taken(model: Path, tmp_path: Path) -> None:
         result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
     assert "must be an address of this machine that is free" in result.output
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the guide's commands use curl")
+def test_the_commands_of_the_guide(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    start, then = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    words = shlex.split(start)
+    assert words[:2] == ["evenstep", "serve"]
+    arguments = [str(tmp_path / word) if word == "rollouts.jsonl" else word for word in words[2:]]
+    with server(*arguments[:-2]) as (_, url, _):
+        script = then.replace("localhost:8000", url.removeprefix("http://"))
+        shell = ["bash", "-euo", "pipefail", "-c", script]
+        done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert '"status":"ok"' in done.stdout
+    (rollout,) = read_rollouts(tmp_path / "rollouts.jsonl")
+    assert (rollout.rollout_id, rollout.group_id, rollout.reward, len(rollout.calls)) == ("first", "task-1", 1.0, 1)

@@ -1,5 +1,5 @@
-"""What is locked here: keys of ``[agent]`` that contradict each other or others are refused by name before anything runs,
-and so are programs and packages that are not there."""
+"""What is locked here: keys of ``[agent]`` that contradict each other or others are refused by name before anything
+runs, and so are programs and packages that are not there."""
 
 from __future__ import annotations
 
