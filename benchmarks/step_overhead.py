@@ -38,7 +38,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from workloads import workload
 
 from evenstep.train import Trainer, shard
-from evenstep.train.attention import DOCUMENTS_KWARG, attention_for
+from evenstep.train.attention import NODES_KWARG, attention_for
 from evenstep.train.collate import Cell, collate
 from evenstep.train.distributed import exchange, set_sync, sum_gradients
 from evenstep.train.launch import joined, run_ranks
@@ -165,8 +165,8 @@ class PlainLoop:
             return (args[0].flatten(0, 1).index_select(0, cell.gather_N),)
 
         inputs: dict[str, Any] = {"input_ids": cell.input_ids_BT, "use_cache": False}
-        if cell.document_lengths is not None:
-            inputs |= {"position_ids": cell.position_ids_BT, DOCUMENTS_KWARG: cell.document_lengths}
+        if cell.nodes is not None:
+            inputs |= {"position_ids": cell.position_ids_BT, NODES_KWARG: cell.nodes}
         handle = self.model.lm_head.register_forward_pre_hook(only_trained)
         logits_NV = self.model(**inputs).logits
         handle.remove()

@@ -82,16 +82,16 @@ TOKENS: list[Mutation] = [
     _COLLATE(
         name="positions run on",
         why="[P30] Positions of packed rows do not start at 0 again.",
-        old="np.concatenate([np.arange(share) for share in shares])[None]",
-        new="np.arange(sum(shares))[None]",
+        old="np.concatenate(parts)[None]",
+        new="np.arange(sum(map(len, parts)))[None]",
         killed_by=TEST_ISOLATION + "test_positions_start_at_0_for_each_row[packed]",
         is_long=True,
     ),
     _COLLATE(
         name="packed rows see each other",
         why="[P30] A packed micro-batch is one document.",
-        old="document_lengths = tuple(shares)",
-        new="document_lengths = (sum(shares),)",
+        old="nodes = [Node(start, stop, stop, 0) for start, stop in zip(starts, stops, strict=True)]",
+        new="nodes = [Node(0, stops[-1], stops[-1], 0)]",
         killed_by=TEST_CASES + "test_p30_pack_of_two[packed]",
     ),
     _COLLATE(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -141,10 +140,7 @@ def dirty_fillers() -> Iterator[list[Cell]]:
         cell = collate(rows, *args, **settings)
         ids_BT = cell.input_ids_BT.clone()
         is_real_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-        shares = [ids_BT.shape[1]] * len(rows) if cell.document_lengths is None else cell.document_lengths
-        starts = itertools.accumulate(shares, initial=0)
-        for start, row in zip(starts, rows, strict=False):
-            is_real_BT.view(-1)[start : start + row.num_tokens] = True
+        is_real_BT.view(-1)[cell.token_index()] = True
         ids_BT[~is_real_BT] = torch.randint(1, VOCAB, (int((~is_real_BT).sum()),), generator=generator)
         cells.append(dataclasses.replace(cell, input_ids_BT=ids_BT))
         return cells[-1]

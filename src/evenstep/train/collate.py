@@ -2,20 +2,22 @@
 
 The loss never sees a [B, T] rectangle. A cell carries flat per-token tensors of its *trained* tokens only, and
 ``gather_N``, the flat position in the model's hidden states that predicts each of them; what stands at masked positions
-of a row (NaN, garbage) is never read.
+of a row (NaN, garbage) is never read. In a prefix trie rows share positions: a hidden state may then predict tokens of
+several rows, each with its own target, weight and advantage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.train.attention import DOCUMENTS_KWARG
-from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Row
+from evenstep.train.attention import NODES_KWARG
+from evenstep.train.trie import Node, build_trie, prefix_keys
+from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Int64Array, Row
 
 __all__ = ["FILLER_TOKENS", "Cell", "collate"]
 
@@ -43,13 +45,13 @@ class Cell:
 
     rows: tuple[Row, ...]
     num_fillers: int  # inert rows in this cell
-    input_ids_BT: Tensor  # [B, T] int64; packed: [1, T]
-    position_ids_BT: Tensor | None  # packed only: positions restart at each row
-    document_lengths: tuple[int, ...] | None  # packed only: T split into rows
+    input_ids_BT: Tensor  # [B, T] int64; packed and tree: [1, T]
+    position_ids_BT: Tensor | None  # packed and tree only: each token's position in its row
+    nodes: tuple[Node, ...] | None  # packed and tree only: which tokens see each other; packed: one node a row
     gather_N: Tensor  # [N] flat index into B * T of the token before each trained token
     targets_N: Tensor  # [N] ids of the trained tokens
     row_index_N: Tensor  # [N] which of `rows` each trained token belongs to
-    starts: tuple[int, ...]  # flat index into B * T of each row's first token
+    index_by_row: tuple[Int64Array, ...]  # flat index into B * T of each token of each row
     weights_N: Tensor  # [N]
     advantages_N: Tensor  # [N]
     old_logprobs_N: Tensor | None
@@ -61,8 +63,8 @@ class Cell:
     def model_inputs(self) -> dict[str, object]:
         """Keyword arguments of a transformers model's forward."""
         inputs: dict[str, object] = {"input_ids": self.input_ids_BT, "use_cache": False}
-        if self.document_lengths is not None:
-            inputs |= {"position_ids": self.position_ids_BT, DOCUMENTS_KWARG: self.document_lengths}
+        if self.nodes is not None:
+            inputs |= {"position_ids": self.position_ids_BT, NODES_KWARG: self.nodes}
         return inputs
 
     def token_index(self) -> Tensor:
@@ -70,8 +72,7 @@ class Cell:
 
         A position that several rows go through stands in it once for each of them.
         """
-        parts = [np.arange(start, start + row.num_tokens) for start, row in zip(self.starts, self.rows, strict=True)]
-        index = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        index = np.concatenate(self.index_by_row) if self.index_by_row else np.zeros(0, dtype=np.int64)
         return torch.from_numpy(index).to(self.input_ids_BT.device)
 
     def scatter(self, values_N: Tensor) -> dict[Hashable, Tensor]:
@@ -97,38 +98,32 @@ def collate(
     dtype: torch.dtype,
     device: torch.device,
     fields: Sequence[str] = (),
+    width: Callable[[int], int] = lambda num_tokens: num_tokens,
 ) -> Cell:
     """Lay out the rows of a cell.
 
     Args:
         rows: the cell's rows; none for an inert filler.
         weights: the weight of each row's trained tokens.
-        layout: ``fixed`` and ``padded`` make a right-padded rectangle, ``packed`` one concatenated row.
-        multiple: widths (packed: each row's share) are rounded up to it.
+        layout: ``fixed`` and ``padded`` make a right-padded rectangle, ``packed`` one concatenated row, ``tree`` the rows'
+            prefix trie in depth-first order.
+        multiple: widths (packed: each row's share; tree: the whole) are rounded up to it.
         num_shape_rows: ``fixed``: rows the rectangle must have; inert fillers make up the difference.
         dtype: of per-token floats.
         device: of all tensors.
         fields: the per-token fields that every row of the window carries; a cell without rows has them too, empty, so
             that every rank sums the same metrics.
+        width: how many tokens a rectangle's width (packed, tree: the whole) is rounded up to after that.
     """
     num_fillers = max(num_shape_rows, 1) - len(rows) if len(rows) < max(num_shape_rows, 1) else 0
-    documents = [row.token_ids for row in rows] + [np.zeros(FILLER_TOKENS, dtype=np.int64)] * num_fillers
-    shares = [-(-len(ids) // multiple) * multiple for ids in documents]
-    if layout == "packed":
-        starts = np.concatenate([[0], np.cumsum(shares)[:-1]])
-        flat = np.full(sum(shares), PAD_ID, dtype=np.int64)
-        for start, ids in zip(starts, documents, strict=True):
-            flat[start : start + len(ids)] = ids
-        input_ids = flat[None]
-        position_ids = torch.from_numpy(np.concatenate([np.arange(share) for share in shares])[None]).to(device)
-        document_lengths = tuple(shares)
-    else:
-        width = max(shares)
-        starts = np.arange(len(documents)) * width
-        input_ids = np.full((len(documents), width), PAD_ID, dtype=np.int64)
-        for i, ids in enumerate(documents):
-            input_ids[i, : len(ids)] = ids
-        position_ids = document_lengths = None
+    documents = [*prefix_keys(rows), *[np.full(FILLER_TOKENS, PAD_ID)] * num_fillers]
+    ids = [*[row.token_ids for row in rows], *documents[len(rows) :]]
+    place = {"tree": _as_trie, "packed": _in_a_row}.get(layout, _in_a_rectangle)
+    input_ids_BT, index_by_row, nodes = place(ids, documents, multiple, width)
+    position_ids: Tensor | None = None
+    if nodes is not None:
+        parts = [np.arange(node.depth, node.depth + node.stop - node.start) for node in nodes]
+        position_ids = torch.from_numpy(np.concatenate(parts)[None]).to(device)
 
     trained = [np.flatnonzero(row.loss_mask) for row in rows]
     counts = [len(t) for t in trained]
@@ -146,14 +141,60 @@ def collate(
     return Cell(
         rows=tuple(rows),
         num_fillers=num_fillers,
-        input_ids_BT=torch.from_numpy(input_ids).to(device),
+        input_ids_BT=torch.from_numpy(input_ids_BT).to(device),
         position_ids_BT=position_ids,
-        document_lengths=document_lengths,
-        gather_N=join([start + t - 1 for start, t in zip(starts, trained, strict=False)], torch.int64),
+        nodes=nodes,
+        gather_N=join([index[t - 1] for index, t in zip(index_by_row, trained, strict=False)], torch.int64),
         targets_N=join([row.token_ids[t] for row, t in zip(rows, trained, strict=True)], torch.int64),
         row_index_N=join([np.repeat(np.arange(len(rows)), counts)], torch.int64),
         weights_N=join([np.repeat(np.asarray(weights, dtype=np.float64), counts)], dtype),
         advantages_N=join([row.advantages_T[t] for row, t in zip(rows, trained, strict=True)], dtype),
-        starts=tuple(int(start) for start in starts[: len(rows)]),
+        index_by_row=tuple(index_by_row[: len(rows)]),
         **{f"{name}_N": per_token(name) for name in PER_TOKEN_FIELDS},
     )
+
+
+# flat token ids [B, T], for each row the flat index of its tokens, nodes
+_Placed = tuple[Int64Array, list[Int64Array], tuple[Node, ...] | None]
+_Width = Callable[[int], int]
+
+
+def _in_a_rectangle(ids: list[Int64Array], _: list[Int64Array], multiple: int, width: _Width) -> _Placed:
+    num_columns = width(_round_up(max(map(len, ids)), multiple))
+    input_ids_BT = np.full((len(ids), num_columns), PAD_ID, dtype=np.int64)
+    for i, row in enumerate(ids):
+        input_ids_BT[i, : len(row)] = row
+    return input_ids_BT, [i * num_columns + np.arange(len(row)) for i, row in enumerate(ids)], None
+
+
+def _in_a_row(ids: list[Int64Array], _: list[Int64Array], multiple: int, width: _Width) -> _Placed:
+    shares = [_round_up(len(row), multiple) for row in ids]
+    stops = np.cumsum(shares).tolist()
+    starts = [stop - share for stop, share in zip(stops, shares, strict=True)]
+    index_by_row = [start + np.arange(len(row)) for start, row in zip(starts, ids, strict=True)]
+    nodes = [Node(start, stop, stop, 0) for start, stop in zip(starts, stops, strict=True)]
+    input_ids_T = _with_tail(nodes, width(stops[-1]))
+    for index, row in zip(index_by_row, ids, strict=True):
+        input_ids_T[index] = row
+    return input_ids_T[None], index_by_row, tuple(nodes)
+
+
+def _as_trie(ids: list[Int64Array], keys: list[Int64Array], multiple: int, width: _Width) -> _Placed:
+    trie = build_trie(keys)
+    nodes = list(trie.nodes)
+    input_ids_T = _with_tail(nodes, width(_round_up(trie.num_tokens, multiple)))
+    for index, row in zip(trie.index_R, ids, strict=True):
+        input_ids_T[index] = row
+    return input_ids_T[None], list(trie.index_R), tuple(nodes)
+
+
+def _with_tail(nodes: list[Node], num_tokens: int) -> Int64Array:
+    """Padding for so many tokens; what the rows leave of it becomes a node of its own, which nothing sees."""
+    size = nodes[-1].stop
+    if num_tokens > size:
+        nodes.append(Node(size, num_tokens, num_tokens, 0))
+    return np.full(num_tokens, PAD_ID, dtype=np.int64)
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
