@@ -15,6 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import transformers.models.gemma2.modeling_gemma2 as gemma2
+import transformers.models.gemma3.modeling_gemma3 as gemma3
+import transformers.models.gpt_oss.modeling_gpt_oss as gpt_oss
 import transformers.models.llama.modeling_llama as llama
 import transformers.models.mixtral.modeling_mixtral as mixtral
 import transformers.models.qwen3.modeling_qwen3 as qwen3
@@ -23,6 +26,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -35,6 +44,8 @@ from transformers import (
 
 VOCAB = 23
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2  # of the families with experts
+WINDOW = 5  # tokens that a layer with a sliding window sees: gemma2, gemma3, gpt_oss; every other layer has one
+FAMILIES = ("qwen3", "llama", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "mixtral")
 
 
 def tiny_model(
@@ -53,6 +64,9 @@ def tiny_model(
     Weights are drawn in float32 with standard deviation ``scale``. At 0.4 attention is far from uniform, and a token
     that sees too much changes its log-prob by tenths; rounding to float32 alone then moves the gradient by up to 3e-6.
     At 0.15, nearer to a model in use, that is 0.3e-6.
+
+    Qwen3 and Llama have plain attention; Gemma 2 windows and capped scores, Gemma 3 windows with rotary angles of their
+    own, gpt-oss windows, sinks and experts (and no fused attention).
 
     ``experts`` is how transformers multiplies with experts: its default ``grouped_mm`` knows no float64.
     """
@@ -80,6 +94,21 @@ def tiny_model(
     elif family == "mixtral":
         shape |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
         model = MixtralForCausalLM(MixtralConfig(**shape, experts_implementation=experts))
+    elif family in ("gemma2", "gemma3"):
+        shape |= {"sliding_window": WINDOW, "query_pre_attn_scalar": 4}
+        shape |= {"layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]}
+        if family == "gemma2":
+            shape |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+            shape |= {"attn_implementation": "eager"}
+            model = Gemma2ForCausalLM(Gemma2Config(**shape))
+        else:
+            model = Gemma3ForCausalLM(Gemma3TextConfig(**shape))
+    elif family == "gpt_oss":
+        shape |= {"sliding_window": WINDOW, "attn_implementation": "eager", "experts_implementation": experts}
+        shape |= {"layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(num_layers)]}
+        shape |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+        shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        model = GptOssForCausalLM(GptOssConfig(**shape))
     else:
         assert family == "llama"
         model = LlamaForCausalLM(LlamaConfig(**shape))
@@ -125,13 +154,22 @@ def with_dtype(model: Any, dtype: torch.dtype) -> Any:
     if dtype == torch.float64:
         for module in model.modules():
             if isinstance(module, ROTARY):
-                dim = 2 * module.inv_freq.numel()
-                base = module.config.rope_parameters["rope_theta"]
-                module.inv_freq = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+                module.inv_freq = _frequencies(module.config.rope_parameters, module.inv_freq)
+            elif isinstance(module, gemma3.Gemma3RotaryEmbedding):
+                for kind, parameters in module.config.rope_parameters.items():
+                    name = f"{kind}_inv_freq"
+                    setattr(module, name, _frequencies(parameters, getattr(module, name)))
     return model
 
 
+def _frequencies(rope_parameters: Any, rounded: Tensor) -> Tensor:
+    dim = 2 * rounded.numel()
+    return 1.0 / rope_parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
 ROTARY = (
+    gemma2.Gemma2RotaryEmbedding,
+    gpt_oss.GptOssRotaryEmbedding,
     llama.LlamaRotaryEmbedding,
     mixtral.MixtralRotaryEmbedding,
     qwen3.Qwen3RotaryEmbedding,
@@ -142,6 +180,21 @@ ROTARY = (
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+
+def _gemma_norm(self: Any, x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
+
+
+def _gemma3_rotary(self: Any, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].to(x.dtype) * getattr(self, f"{layer_type}_inv_freq")
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _gpt_oss_rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].to(x.dtype) * self.inv_freq
+    return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
 def _rotary(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,14 +211,20 @@ def _eager_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
         scores = scores + attention_mask
-    probabilities = torch.softmax(scores, dim=-1)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
     return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
 
 
@@ -178,13 +237,20 @@ def _router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @contextlib.contextmanager
 def true_float64() -> Iterator[None]:
     """Within the block, the tiny models keep the dtype of their inputs throughout."""
-    norms = (llama.LlamaRMSNorm, mixtral.MixtralRMSNorm, qwen3.Qwen3RMSNorm, qwen3_moe.Qwen3MoeRMSNorm)
+    norms = (
+        *(gpt_oss.GptOssRMSNorm, llama.LlamaRMSNorm, mixtral.MixtralRMSNorm, qwen3.Qwen3RMSNorm),
+        qwen3_moe.Qwen3MoeRMSNorm,
+    )
+    modules = (gemma2, gemma3, gpt_oss, llama, mixtral, qwen3, qwen3_moe)
     routers = (mixtral.MixtralTopKRouter, qwen3_moe.Qwen3MoeTopKRouter)
     replaced: list[tuple[type | ModuleType, str, Any]] = [
         *((norm, "forward", _rms_norm) for norm in norms),
-        *((rotary, "forward", _rotary) for rotary in ROTARY),
+        *((norm, "forward", _gemma_norm) for norm in (gemma2.Gemma2RMSNorm, gemma3.Gemma3RMSNorm)),
+        *((rotary, "forward", _rotary) for rotary in ROTARY if rotary is not gpt_oss.GptOssRotaryEmbedding),
+        (gpt_oss.GptOssRotaryEmbedding, "forward", _gpt_oss_rotary),
+        (gemma3.Gemma3RotaryEmbedding, "forward", _gemma3_rotary),
         *((router, "forward", _router) for router in routers),
-        *((module, "eager_attention_forward", _eager_attention) for module in (llama, mixtral, qwen3, qwen3_moe)),
+        *((module, "eager_attention_forward", _eager_attention) for module in modules),
     ]
     originals = [vars(owner)[name] for owner, name, _ in replaced]
     for owner, name, function in replaced:

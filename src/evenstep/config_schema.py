@@ -175,6 +175,12 @@ class PlanSection(Section):
         description="budget: most tokens a micro-batch may occupy on a rank; needed by `padded` and `packed`",
     )
     pad_to_multiple: int = Field(1, ge=1, description="widths are rounded up to a multiple of it")
+    bucket: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="widths are rungs of a ladder that wastes at most this share, for kernels compiled by shape",
+    )
     micro_batch_rows: int = Field(1, ge=1, description="rows of a micro-batch, layout `fixed` only")
     effort: Literal["default", "high"] = Field("default", description="how hard the planner searches")
 
@@ -232,6 +238,9 @@ class TrainSection(Section):
         "it is exact, else scored)",
     )
     sharding: Literal["replicated", "fsdp2"] = Field("replicated", description="parameters on every rank, or FSDP2")
+    attention: Literal["auto", "sdpa", "flex", "flash"] = Field(
+        "auto", description="of layouts `packed` and `tree`; `flex` and `flash` need CUDA; `auto`: the fastest exact one"
+    )
     sync: Literal["last", "each"] = Field(
         "last",
         description="`fsdp2`: gradients are reduced once per window (fewest collectives) or in every micro-batch "

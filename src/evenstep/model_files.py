@@ -34,8 +34,6 @@ STATEFUL_MODEL_TYPES = frozenset(
         "rwkv", "xlstm", "zamba", "zamba2",
     }
 )  # fmt: skip
-# Model types whose attention has learned sinks, which per-document attention does not know.
-SINK_MODEL_TYPES = frozenset({"gpt_oss"})
 # Model types whose routers take the experts with the highest softmax, and drop no token where an expert is full.
 SOFTMAX_ROUTER_MODEL_TYPES = frozenset(
     {"flex_olmo", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
@@ -158,23 +156,19 @@ def max_context_tokens(settings: Mapping[str, Any]) -> int | None:
 def layout_problem(settings: Mapping[str, Any], layout: str) -> str | None:
     """Why a model cannot do a layout exactly, or None when it can.
 
-    Padding on the right is harmless to every causal model; packing needs attention that can be told where a row ends.
+    Padding on the right is harmless to every causal model; the other layouts need attention that can be told where a row ends.
 
     >>> layout_problem({"model_type": "mamba2"}, "packed")
     "layers of model type 'mamba2' carry a state from one row into the next"
     >>> layout_problem({"model_type": "mamba2"}, "padded") is None
     True
     """
-    if layout != "packed":
+    if layout not in ("packed", "tree"):
         return None
     text = settings.get("text_config")
     model_type = (text if isinstance(text, Mapping) and "model_type" in text else settings).get("model_type")
     if model_type in STATEFUL_MODEL_TYPES:
         return f"layers of model type {model_type!r} carry a state from one row into the next"
-    if model_type in SINK_MODEL_TYPES:
-        return f"attention of model type {model_type!r} has learned sinks, which attention by row does not know"
-    if settings.get("attn_logit_softcapping") is not None:
-        return f"attention of model type {model_type!r} caps its scores, which attention by row does not do"
     unknown = sorted(set(settings.get("layer_types") or ()) - ATTENTION_LAYER_TYPES)
     if unknown:
         return f"layers of type {', '.join(unknown)} cannot be told where a row ends"

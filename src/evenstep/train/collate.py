@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from evenstep.train.attention import NODES_KWARG
-from evenstep.train.trie import Node, build_trie, prefix_keys
+from evenstep.train.trie import Node, build_trie
+from evenstep.train.window import prefix_keys
 from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Int64Array, Row
 
 __all__ = ["FILLER_TOKENS", "Cell", "collate"]

@@ -120,7 +120,7 @@ class ValueObjective:
 
 
 def value_inputs(model: PreTrainedModel, cell: Cell) -> Tensor:
-    """[N, H] The hidden states that a cell's values are read from."""
+    """[N, H + 1] The hidden states that a cell's values are read from, and the values."""
     found: list[Tensor] = []
     handle = value_head(model).register_forward_pre_hook(lambda _, args: found.append(args[0]))
     try:
@@ -133,8 +133,8 @@ def value_inputs(model: PreTrainedModel, cell: Cell) -> Tensor:
             f"{tuple(logits.shape)} for tokens of shape {tuple(cell.input_ids_BT.shape)}; load it with "
             f"AutoModelForTokenClassification.from_pretrained(..., num_labels=1)"
         )
-    hidden = found[0]
-    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, cell.gather_N).double()
+    both = torch.cat([found[0].double(), logits.double()], dim=-1)
+    return both.reshape(-1, both.shape[-1]).index_select(0, cell.gather_N)
 
 
 def value_head(model: PreTrainedModel) -> nn.Linear:

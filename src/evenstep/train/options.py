@@ -30,9 +30,10 @@ class StepOptions:
     """
 
     # plan
-    layout: Literal["fixed", "padded", "packed"] = "padded"  # fixed, padded or packed
+    layout: Literal["fixed", "padded", "packed", "tree"] = "padded"  # fixed, padded, packed or tree
     max_tokens_per_gpu: int | None = None  # most tokens a micro-batch may occupy on a rank; None: no limit
     pad_to_multiple: int = 1  # widths are rounded up to it
+    bucket: float | None = None  # widths are rungs of a ladder that wastes at most this share; None: no ladder
     micro_batch_rows: int = 1  # rows of a micro-batch in layout fixed
     logprob_micro_batch_rows: int = 1  # rows of a log-prob micro-batch; with fixed, fillers cover both
     pad_scope: Literal["window", "group"] = "window"  # window or group: what fixed fills up to a multiple
@@ -60,18 +61,21 @@ class StepOptions:
     max_grad_norm: float | None = None  # clip the summed gradient to this global norm
     compute_dtype: Literal["float32", "bfloat16"] | None = None  # of the forward; None: the parameters' own
     activation_checkpointing: bool = False  # recompute each layer's activations in the backward pass: less memory
+    # of layouts packed and tree: sdpa, flex (CUDA), flash (packed in bfloat16, CUDA), or auto: the fastest exact one
+    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
     sync: str = "last"  # reduce sharded gradients once per window (last) or in every micro-batch (each: less memory)
     logprob_chunk_tokens: int = 1024  # trained tokens whose logits exist at once
 
     def __post_init__(self) -> None:
         choices = {
-            "layout": ("fixed", "padded", "packed"),
+            "layout": ("fixed", "padded", "packed", "tree"),
             "pad_scope": ("window", "group"),
             "effort": ("default", "high"),
             "normaliser": NORMALISERS,
             "ratio_unit": ("rollout", "segment"),
             "kl_estimator": ("k2", "k3"),
             "compute_dtype": (None, "float32", "bfloat16"),
+            "attention": ("auto", "sdpa", "flex", "flash"),
             "sync": ("last", "each"),
         }
         for name in ("allow_row_splits", "activation_checkpointing"):
@@ -115,6 +119,8 @@ class StepOptions:
                 raise ConfigError(f"{name} must be a number, found {value!r}")
             if not math.isfinite(value) or not (value >= limit if inclusive else value > limit):
                 raise ConfigError(f"{name} must be {'at least' if inclusive else 'above'} {limit:g}, found {value}")
+        if self.bucket is not None and not (isinstance(self.bucket, float) and 0 < self.bucket < 1):
+            raise ConfigError(f"bucket must be a share between 0 and 1, found {self.bucket!r}")
         if self.clip_low >= 1:
             raise ConfigError(f"clip_low must be at least 0 and below 1, found {self.clip_low}")
         if (self.normaliser_constant is None) == (self.normaliser == "constant"):
@@ -147,6 +153,7 @@ class StepOptions:
         names = (
             "layout",
             "pad_to_multiple",
+            "bucket",
             "micro_batch_rows",
             "normaliser",
             "normaliser_constant",

@@ -171,6 +171,8 @@ def _plan_options(config: Config) -> dict[str, Any]:
         "layout": config.plan.layout,
         "max_tokens_per_gpu": config.plan.max_tokens_per_gpu,
         "pad_to_multiple": config.plan.pad_to_multiple,
+        "bucket": config.plan.bucket,
+        "attention": config.train.attention,
         "micro_batch_rows": config.plan.micro_batch_rows,
         "effort": config.plan.effort,
         "normaliser": config.credit.normaliser,

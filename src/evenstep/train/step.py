@@ -18,7 +18,7 @@ from evenstep.errors import ConfigError, EvenstepError, NumericsError, PlanError
 from evenstep.model_files import layout_problem
 from evenstep.plan import StepPlan
 from evenstep.train import distributed
-from evenstep.train.attention import attention_for
+from evenstep.train.attention import attention_for, choose_backend
 from evenstep.train.collate import Cell, collate
 from evenstep.train.critic import ValueObjective, is_critic
 from evenstep.train.losses import VALUE_LOSSES
@@ -72,6 +72,7 @@ def run_plan(
             dtype=dtype,
             device=device,
             fields=window.fields,
+            width=plan.padded_width,
         )
         fn(cell, k == len(cells) - 1)
 
@@ -91,6 +92,8 @@ class Scorer:
         PlanError: a layout that this model cannot do exactly.
     """
 
+    _is_trainer = False
+
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         error: EvenstepError | None = None
         try:
@@ -100,7 +103,17 @@ class Scorer:
         described = self.options.describe() if error is None else ""
         # an error on one rank is raised on all of them, where the others would wait in the first collective
         distributed.agree(f"{type(self).__name__} options", described, error)
-        verify_layout(model, self.options.layout)
+        try:
+            verify_layout(
+                model,
+                self.options.layout,
+                backend=self.backend,
+                compute_dtype=self.options.compute_dtype,
+                trained=self.trained,
+            )
+        except EvenstepError as found:
+            error = found
+        distributed.agree("layout that was verified", self.options.layout, error)
 
     def _adopt(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         unknown = sorted(set(options) - set(StepOptions.__slots__))
@@ -120,6 +133,14 @@ class Scorer:
         if problem is not None:
             raise PlanError(f"layout {self.options.layout!r} must keep rows apart, and {problem}; use layout 'padded'")
         self.model = model
+        self.trained: dict[str, nn.Parameter] = {}
+        self.backend = choose_backend(
+            model,
+            self.options.layout,
+            self.options.attention,
+            compute_dtype=self.options.compute_dtype,
+            is_trained=self._is_trainer,
+        )
         self.objective: Any = (ValueObjective if is_critic(model) else PolicyObjective)(self.options, model)
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -201,7 +222,7 @@ class Scorer:
 
     def _run_without_gradient(self, window: PreparedWindow, visit: Callable[[Cell, Any], None]) -> None:
         self.model.eval()
-        with torch.no_grad(), attention_for(self.model, window.plan.layout):
+        with torch.no_grad(), attention_for(self.model, self.backend):
             run_plan(window, lambda cell, _: visit(cell, self._forward(cell)), dtype=self.dtype, device=self.device)
 
     def _forward(self, cell: Cell) -> Any:
@@ -233,6 +254,8 @@ class Trainer(Scorer):
         PlanError: a layout that this model cannot do exactly.
     """
 
+    _is_trainer = True
+
     def __init__(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         self.optimizer = optimizer
         super().__init__(model, **options)
@@ -248,7 +271,8 @@ class Trainer(Scorer):
         if self.is_sharded:
             distributed.use_gradient_sums(model)
         # before anything runs: a sharded model hands out gathered parameters after a forward
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(self.trained.values())
         _refuse_other_parameters(model, self.optimizer)
         _require_master_dtype(model)
 
@@ -289,7 +313,7 @@ class Trainer(Scorer):
 
         # evaluation mode: no dropout in any pass; checkpointed layers recompute in training mode only
         self.model.train(self.options.activation_checkpointing)
-        with attention_for(self.model, window.plan.layout):
+        with attention_for(self.model, self.backend):
             run_plan(window, train, dtype=self.dtype, device=self.device)
         if not self.is_sharded:
             distributed.sum_gradients(self.parameters)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evenstep.plan.prefixes import shared_prefixes
-from evenstep.types import Int64Array, Row
+from evenstep.plan import shared_prefixes
+from evenstep.types import Int64Array
 
-__all__ = ["Node", "Trie", "build_trie", "paths", "prefix_keys"]
+__all__ = ["Node", "Trie", "build_trie", "paths"]
 
 
 class Node(NamedTuple):
@@ -54,19 +54,11 @@ class Trie:
         return self.nodes[-1].stop
 
 
-def prefix_keys(rows: Sequence[Row]) -> list[Int64Array]:
-    """For each row one integer per token: tokens are one node where these are equal from the beginning on.
-
-    Planner and executor ask the same function, so that a cell occupies what its plan says.
-    """
-    return [row.token_ids for row in rows]
-
-
 def build_trie(keys: Sequence[Int64Array]) -> Trie:
     """Merge rows with equal beginnings.
 
     Args:
-        keys: see ``prefix_keys``; a row may equal another one, or begin it.
+        keys: see ``evenstep.train.window.prefix_keys``; a row may equal another one, or begin it.
     """
     shared = shared_prefixes(keys)
     index_R: list[Int64Array] = [np.zeros(0, dtype=np.int64)] * len(keys)

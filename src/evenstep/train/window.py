@@ -84,6 +84,7 @@ def prepare_window(
         logprob_micro_batch_rows=options.logprob_micro_batch_rows,
         pad_scope=options.pad_scope,
         pad_to_multiple=options.pad_to_multiple,
+        bucket=options.bucket,
         sync=plan_sync,
         effort=options.effort,
         prefixes=shared_prefixes(prefix_keys(rows)) if options.layout == "tree" else None,
