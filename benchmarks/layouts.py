@@ -1,14 +1,15 @@
 """The same step in every layout: ``python benchmarks/layouts.py [--rows shared|alone] [--model 5m|qwen3-4b]``.
 
-64 rows of 8 prompts × 8 rollouts: prompts of 384 tokens, completions lognormal with median 64 and sigma 0.5, random ids,
-completions trained. ``shared``: the rollouts of a group begin with their prompt; ``alone``: every row has a prompt of its
-own, so there is nothing to share. Every arm and gradient-sync mode runs in processes of its own, one thread per rank on
-a CPU; an arm's line is that of its fastest mode. All arms must find the same loss and gradient norm.
+64 rows of 8 prompts × 8 rollouts: prompts of 384 tokens, completions lognormal with median 64 and sigma 0.5, random
+ids, completions trained. ``shared``: the rollouts of a group begin with their prompt; ``alone``: every row has a prompt
+of its own, so there is nothing to share. Every arm and gradient-sync mode runs in processes of its own, one thread per
+rank on a CPU; an arm's line is that of its fastest mode. All arms must find the same loss and gradient norm.
 
-``fixed`` runs one row per micro-batch at its own length. ``widest`` is the same with every row padded to the longest of
-the window, which is what a trainer without a token budget does.
+``fixed`` runs one row per micro-batch at its own length. ``widest`` is the same with every row padded to the longest
+of the window, which is what a trainer without a token budget does.
 
-``--model qwen3-4b`` has the shape of Qwen3-4B with random weights and computes in bfloat16: for a GPU, with ``--ranks 1``.
+``--model qwen3-4b`` has the shape of Qwen3-4B with random weights and computes in bfloat16: for a GPU, with
+``--ranks 1``.
 """
 
 from __future__ import annotations

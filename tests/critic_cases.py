@@ -26,13 +26,14 @@ from oracle import OracleValues, oracle_value_step
 from step_cases import dirty_fillers, whole, whole_weights
 from step_matrix import NORMALISERS
 from tiny_models import VOCAB, no_float32, true_float64, with_dtype
-from tiny_rows import make_rows
+from tiny_rows import make_rows, with_shared_beginnings
 
 SEGMENTS = ((1, 3), (2, 2), (1, 1))  # 10 rows
 VALUE_CLIP = 0.15
 SHAPES: dict[str, dict[str, Any]] = {
     **{f"padded-{n}": {"layout": "padded", "max_tokens_per_gpu": n} for n in (11, 30)},
     **{f"packed-{n}": {"layout": "packed", "max_tokens_per_gpu": n} for n in (11, 30)},
+    **{f"tree-{n}": {"layout": "tree", "max_tokens_per_gpu": n} for n in (11, 30)},
     "fixed-1": {"layout": "fixed", "micro_batch_rows": 1, "pad_scope": "group"},
     "fixed-3": {"layout": "fixed", "micro_batch_rows": 3},
 }
@@ -80,7 +81,8 @@ def tiny_critic(
 def value_rows(family: str = "qwen3") -> tuple[Row, ...]:
     """Rows with returns and old values some tenths from the critic's own, so that clips act on a part of the tokens."""
     rows = [
-        dataclasses.replace(row, returns=np.zeros(row.num_tokens)) for row in make_rows(SEGMENTS, seed=3, max_tokens=13)
+        dataclasses.replace(row, returns=np.zeros(row.num_tokens))
+        for row in with_shared_beginnings(make_rows(SEGMENTS, seed=3, max_tokens=13))
     ]
     with true_float64():
         own = oracle_value_step(tiny_critic(family, attention="eager"), rows).values

@@ -53,6 +53,7 @@ TERMS: dict[str, dict[str, Any]] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "padded": {"layout": "padded", "max_tokens_per_gpu": 22},
     "packed": {"layout": "packed", "max_tokens_per_gpu": 22},
+    "tree": {"layout": "tree", "max_tokens_per_gpu": 22},
     "fixed": {"layout": "fixed", "micro_batch_rows": 2},
 }
 FACTORS: dict[str, tuple[Any, ...]] = {

@@ -17,10 +17,14 @@ _STEP = partial(Mutation, module="evenstep.train.step")
 _POLICY = partial(Mutation, module="evenstep.train.policy")
 _CRITIC = partial(Mutation, module="evenstep.train.critic")
 _PASSES = partial(Mutation, module="evenstep.train.passes")
+_ATTENTION = partial(Mutation, module="evenstep.train.attention")
+_BLOCKS = partial(Mutation, module="evenstep.train.blocks")
+_TRIE = partial(Mutation, module="evenstep.train.trie")
 _TOTALS = partial(Mutation, module="evenstep.train.totals")
 _WINDOW = partial(Mutation, module="evenstep.train.window")
 
 TEST_FORMULAS = "tests/unit/train/test_loss_formulas.py::"
+TEST_LAYOUTS = "tests/unit/train/test_layouts.py::"
 TEST_MOE = "tests/unit/train/test_moe.py::"
 TEST_STEP = "tests/unit/train/test_trainer_step.py::"
 TEST_LOGPROBS = "tests/unit/train/test_logprobs.py::"
@@ -31,12 +35,74 @@ TEST_MASK = "tests/dist/test_sequence_mask.py::"
 TEST_PASSES = "tests/dist/test_passes.py::"
 TEST_GAPS = "tests/unit/test_mutation_gaps.py::"
 
+TRIES: list[Mutation] = [
+    _COLLATE(
+        name="shared tokens counted once",
+        why="A token that several rows go through counts once in the balance of experts.",
+        old="return torch.from_numpy(index).to(self.input_ids_BT.device)",
+        new="return torch.from_numpy(np.unique(index)).to(self.input_ids_BT.device)",
+        killed_by=TEST_LAYOUTS + "test_balance_counts_a_shared_token_for_each_row[mixtral]",
+    ),
+    _TRIE(
+        name="siblings see each other",
+        why="A branch of a trie ends where its parent does.",
+        old="closed.append(Node(cut, stop, size, first + cut - start))",
+        new="closed.append(Node(cut, stop, size + 1, first + cut - start))",
+        killed_by=TEST_LAYOUTS + "test_blocks_and_checkpoints[tree-qwen3]",
+    ),
+    _ATTENTION(
+        name="one token ahead",
+        why="A token of a branch sees the next one.",
+        old=".tril(node.depth)",
+        new=".tril(node.depth + 1)",
+        killed_by=TEST_LAYOUTS + "test_float64[qwen3-False-tree]",
+    ),
+    _BLOCKS(
+        name="window one too wide",
+        why="A window of n positions reaches n + 1 back.",
+        old="(distance >= shape.window)",
+        new="(distance > shape.window)",
+        killed_by=TEST_LAYOUTS + "test_float64[gemma3-False-tree]",
+    ),
+    _BLOCKS(
+        name="window in flat order",
+        why="A window counts places of the trie instead of positions in the row.",
+        old="distance = row_T[:, None] - column_T[None, :]",
+        new=(
+            "distance = (torch.arange(block.row, block.row_stop)[:, None]"
+            " - torch.arange(block.column, block.column_stop)[None, :])"
+        ),
+        killed_by=TEST_LAYOUTS + "test_float64[gemma3-False-tree]",
+    ),
+    _BLOCKS(
+        name="sinks do not learn",
+        why="The gradient of attention sinks leaves out what their weight was.",
+        old="grad_sinks = -(weights * along)",
+        new="grad_sinks = -(0.0 * weights * along)",
+        killed_by=TEST_LAYOUTS + "test_float64[gpt_oss-False-packed]",
+    ),
+    _BLOCKS(
+        name="slope of the soft cap",
+        why="The gradient of capped scores is that of plain ones.",
+        old="grad_scores * (1 - (scores / softcap) ** 2)",
+        new="grad_scores * 1.0",
+        killed_by=TEST_LAYOUTS + "test_float64[gemma2-False-packed]",
+    ),
+    _BLOCKS(
+        name="outputs not rescaled",
+        why="What earlier blocks gave is not rescaled when a later one has a higher score.",
+        old="torch.baddbmm(out[:, rows] * kept, weights, value[:, columns])",
+        new="torch.baddbmm(out[:, rows], weights, value[:, columns])",
+        killed_by=TEST_LAYOUTS + "test_float64[gpt_oss-False-tree]",
+    ),
+]
+
 TOKENS: list[Mutation] = [
     _COLLATE(
         name="shift by one",
         why="[P12] The hidden state of the trained token itself predicts it.",
-        old="start + t - 1 for start, t",
-        new="start + t for start, t",
+        old="index[t - 1] for index, t",
+        new="index[t] for index, t",
         killed_by=TEST_CASES + "test_p12_token_t_given_the_tokens_before[1-padded]",
     ),
     _COLLATE(
@@ -63,10 +129,10 @@ TOKENS: list[Mutation] = [
     _COLLATE(
         name="filler counted",
         why="[P10] Rows that fill up a micro-batch are copies that keep weight, mask and advantage.",
-        old="documents = [row.token_ids for row in rows] +",
+        old="documents = [*prefix_keys(rows),",
         new=(
             "rows, weights = [*rows, *rows[-1:] * num_fillers], [*weights, *[*weights][-1:] * num_fillers]\n"
-            "    documents = [row.token_ids for row in rows] +"
+            "    documents = [*prefix_keys(rows),"
         ),
         killed_by=TEST_CASES + "test_p10_own_fillers_change_nothing[4]",
         is_long=True,
@@ -407,7 +473,7 @@ STEP: list[Mutation] = [
     _COLLATE(
         name="padding balanced",
         why="[P33] Padding and fillers count among the tokens that experts are balanced over.",
-        old="index = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)",
+        old="index = np.concatenate(self.index_by_row) if self.index_by_row else np.zeros(0, dtype=np.int64)",
         new="index = np.arange(self.input_ids_BT.numel())",
         killed_by=TEST_MOE + "test_the_exact_step[padded-multiple-0.7-mixtral]",
     ),

@@ -18,7 +18,15 @@ import torch
 from evenstep.types import Row
 from step_cases import StepCase
 from tiny_models import tiny_model, true_float64
-from tiny_rows import LOGPROB_FIELDS, filler_rows, make_rows, split_at_turns, with_garbage, with_old_logprobs
+from tiny_rows import (
+    LOGPROB_FIELDS,
+    filler_rows,
+    make_rows,
+    split_at_turns,
+    with_garbage,
+    with_old_logprobs,
+    with_shared_beginnings,
+)
 
 WORLD_SIZES = (1, 2, 3, 4)
 SEGMENTS = ((1, 3), (2, 2), (1, 1))  # 10 rows
@@ -26,6 +34,7 @@ SEGMENTS = ((1, 3), (2, 2), (1, 1))  # 10 rows
 SHAPES: dict[str, dict[str, Any]] = {
     **{f"padded-{n}": {"layout": "padded", "max_tokens_per_gpu": n} for n in (11, 30, 200)},
     **{f"packed-{n}": {"layout": "packed", "max_tokens_per_gpu": n} for n in (11, 30, 200)},
+    **{f"tree-{n}": {"layout": "tree", "max_tokens_per_gpu": n} for n in (11, 30, 200)},
     "fixed-1": {"layout": "fixed", "micro_batch_rows": 1, "pad_scope": "group"},
     "fixed-2": {"layout": "fixed", "micro_batch_rows": 2, "pad_scope": "window"},
     "fixed-3": {"layout": "fixed", "micro_batch_rows": 3, "logprob_micro_batch_rows": 2, "pad_scope": "group"},
@@ -48,7 +57,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "reported": {},  # rows carry reference and engine log-probs, which only metrics read
     "all": {"kl_coef": 0.1, "entropy_coef": 0.02, "importance_cap": 1.1},
 }
-FLOAT64_ONLY = ("padded-30", "packed-30", "fixed-2")  # where, on two ranks, no float32 tensor may appear
+FLOAT64_ONLY = ("padded-30", "packed-30", "tree-30", "fixed-2")  # where, on two ranks, no float32 tensor may appear
 CLIPPED_NORM = 0.05  # below the norm of nearly every window
 
 
@@ -99,13 +108,14 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "fillers": ("none", "one", "half", "most"),  # of the K·ranks - 1 rows that could be added
     "inert": ("zeros", "garbage"),  # tokens of the executor's own fillers and of padding
     "segments": ("whole", "split", "merged"),
+    "begin": ("own", "shared"),  # whether the rows of a group begin alike
     "old": ("given", "none", "reused plan", "other cells"),
     "terms": tuple(TERMS),
     "normaliser": tuple(NORMALISERS),
     "clip": tuple(CLIPS),
     "advantage": ("rollout", "token"),
     "max_grad_norm": (None, CLIPPED_NORM),
-    "family": ("qwen3", "llama"),
+    "family": ("qwen3", "llama", "gemma3", "gpt_oss"),
 }
 # what pairs alone leave to chance, on every rank count
 PINNED: tuple[dict[str, Any], ...] = tuple(
@@ -118,18 +128,20 @@ PINNED: tuple[dict[str, Any], ...] = tuple(
         },
         {"contents": "fewer-than-ranks", "fillers": "none"},
         {"shape": "fixed-2", "contents": "all", "segments": "merged", "normaliser": "prompt"},
+        {"shape": "tree-30", "contents": "all", "segments": "split", "begin": "shared", "order": "shuffled"},
     )
 )
 
 
 @functools.cache
-def base_rows(family: str, scale: float, advantage: str, seed: int) -> tuple[Row, ...]:
+def base_rows(family: str, scale: float, advantage: str, begin: str, seed: int) -> tuple[Row, ...]:
     """Rows with all log-prob fields near the model's own; any seed but 0 draws the numbers of segments too."""
     segments: Sequence[Sequence[int]] = SEGMENTS
     if seed:
         source = random.Random(seed)
         segments = [[source.randint(1, 4) for _ in range(source.randint(1, 3))] for _ in range(source.randint(1, 3))]
     rows = make_rows(segments, seed=seed, max_tokens=13, has_uneven_advantages=advantage == "token")
+    rows = with_shared_beginnings(rows, seed=seed) if begin == "shared" else rows
     with true_float64():
         return tuple(with_old_logprobs(rows, tiny_model(family, scale=scale, seed=seed), names=LOGPROB_FIELDS))
 
@@ -138,7 +150,7 @@ def build_case(point: Mapping[str, Any], seed: int = 0) -> StepCase:
     """The case of one point of the product."""
     dtype, num_ranks = point.get("dtype", torch.float64), point["world_size"]
     scale = 0.4 if dtype == torch.float64 else 0.15
-    every = base_rows(point["family"], scale, point["advantage"], seed)
+    every = base_rows(point["family"], scale, point["advantage"], point["begin"], seed)
     absent: dict[str, Any] = {} if point["old"] == "given" else {"old_logprobs": None}
     absent |= {"ref_logprobs": None, "engine_logprobs": None} if point["terms"] == "policy" else {}
     whole = CONTENTS[point["contents"]]([dataclasses.replace(row, **absent) for row in every], num_ranks)

@@ -58,6 +58,7 @@ def tiny_model(
     is_tied: bool = False,
     scale: float = 0.4,
     experts: str = "eager",
+    head_dim: int = 4,
 ) -> Any:
     """A causal LM of a few thousand parameters whose weights are a pure function of ``seed``, whatever the dtype.
 
@@ -77,7 +78,7 @@ def tiny_model(
         "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 4,
+        "head_dim": head_dim,
         "max_position_embeddings": 256,
         "tie_word_embeddings": is_tied,
         "attn_implementation": attention,
@@ -113,10 +114,11 @@ def tiny_model(
         assert family == "llama"
         model = LlamaForCausalLM(LlamaConfig(**shape))
     generator = torch.Generator().manual_seed(seed)
+    center = 0.0 if family.startswith("gemma") else 1.0  # of norms: Gemma adds the 1 itself
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.5 * scale * noise if parameter.ndim == 1 else scale * noise)
+            parameter.copy_(center + 0.5 * scale * noise if parameter.ndim == 1 else scale * noise)
     return with_dtype(model, dtype)
 
 

@@ -58,6 +58,20 @@ def make_rows(
     return rows
 
 
+def with_shared_beginnings(rows: Sequence[Row], *, num_tokens: int = 3, seed: int = 0) -> list[Row]:
+    """The rows of a group begin with up to ``num_tokens`` of the same tokens; nothing else changes."""
+    random = np.random.default_rng(seed)
+    groups = sorted({str(row.group_id) for row in rows})
+    prompts = {group: random.integers(0, VOCAB, num_tokens) for group in groups}
+    shared = []
+    for row in rows:
+        length = int(random.integers(1, num_tokens + 1))
+        ids = row.token_ids.copy()
+        ids[:length] = prompts[str(row.group_id)][: min(length, row.num_tokens)]
+        shared.append(dataclasses.replace(row, token_ids=ids))
+    return shared
+
+
 def with_old_logprobs(
     rows: Sequence[Row], model: Any, *, seed: int = 0, spread: float = 0.3, names: Sequence[str] = ("old_logprobs",)
 ) -> list[Row]:

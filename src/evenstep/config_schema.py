@@ -168,11 +168,13 @@ class CreditSection(Section):
 
 
 class PlanSection(Section):
-    layout: Literal["fixed", "padded", "packed"] = Field("padded", description="how rows share a micro-batch")
+    layout: Literal["fixed", "padded", "packed", "tree"] = Field(
+        "padded", description="how rows share a micro-batch; `tree`: what they begin with alike is computed once"
+    )
     max_tokens_per_gpu: int | None = Field(
         None,
         ge=2,
-        description="budget: most tokens a micro-batch may occupy on a rank; needed by `padded` and `packed`",
+        description="budget: most tokens a micro-batch may occupy on a rank; needed by all layouts but `fixed`",
     )
     pad_to_multiple: int = Field(1, ge=1, description="widths are rounded up to a multiple of it")
     bucket: float | None = Field(
@@ -239,7 +241,8 @@ class TrainSection(Section):
     )
     sharding: Literal["replicated", "fsdp2"] = Field("replicated", description="parameters on every rank, or FSDP2")
     attention: Literal["auto", "sdpa", "flex", "flash"] = Field(
-        "auto", description="of layouts `packed` and `tree`; `flex` and `flash` need CUDA; `auto`: the fastest exact one"
+        "auto",
+        description="of layouts `packed` and `tree`; `flex` and `flash` need CUDA; `auto`: the fastest exact one",
     )
     sync: Literal["last", "each"] = Field(
         "last",

@@ -156,7 +156,8 @@ def max_context_tokens(settings: Mapping[str, Any]) -> int | None:
 def layout_problem(settings: Mapping[str, Any], layout: str) -> str | None:
     """Why a model cannot do a layout exactly, or None when it can.
 
-    Padding on the right is harmless to every causal model; the other layouts need attention that can be told where a row ends.
+    Padding on the right is harmless to every causal model; the other layouts need attention that can be told where a
+    row ends.
 
     >>> layout_problem({"model_type": "mamba2"}, "packed")
     "layers of model type 'mamba2' carry a state from one row into the next"

@@ -301,7 +301,7 @@ class LookingAhead(type(tiny_critic())):  # type: ignore[misc]
         return super().forward(inputs_embeds=embedded + embedded.mean(dim=1, keepdim=True), **kwargs)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "fixed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree", "fixed"])
 def test_a_critic_that_looks_ahead_is_found(layout: str) -> None:
     model = tiny_critic(dtype=torch.float32)
     with torch.no_grad():

@@ -4,7 +4,7 @@
    rows than ranks, all rows but one masked, no trained token at all, voters without rows; shuffled rows; NaN, infinite
    and huge values in masked slots; 0 to K·ranks - 1 filler rows full of garbage; random tokens in the executor's own
    fillers and in padding; rollouts' rows split at turns, or merged; old log-probs given, none, scored with the plan of
-   training, scored in other cells; KL, entropy and importance terms; normalisers, clip ranges, advantages per token,
+   training, scored in other cells; rows of a group that begin alike; KL, entropy and importance terms; normalisers, clip ranges, advantages per token,
    pad multiples, clipping by norm, model families. Loss, whole gradient, metrics, per-row log-probs and the weights
    after the SGD step equal the oracle of the unsplit, unshuffled, clean rows to 1e-12 (how far weights moved: 1e-11),
    and (on 2 ranks) no float32 tensor appears.
@@ -45,7 +45,7 @@ FULL = ("world_size", "shape")  # whose product is complete
 POINTS = covering(FACTORS, FULL, seed=1, num_tries=120, pinned=PINNED)  # of 50 lists one of the fastest
 FLOAT32_FACTORS = FACTORS | {
     "world_size": (3,),
-    "shape": ("padded-30", "packed-30", "fixed-2"),
+    "shape": ("padded-30", "packed-30", "tree-30", "fixed-2"),
     "dtype": (torch.float32,),
 }
 FLOAT32_POINTS = covering(FLOAT32_FACTORS, ("shape", "is_sharded"))[:6]
@@ -279,6 +279,8 @@ def situations(case: StepCase, by_rank: list[CaseOutcome]) -> set[str]:
         happened.add("a row over the budget")
     if 0.1 < (first.metrics["clip_fraction"] or 0) < 0.9:
         happened.add("some tokens clipped")
+    if case.trainer["layout"] == "tree" and first.stats.padding_efficiency > 1:
+        happened.add("fewer tokens computed than the rows have")
     max_norm = case.trainer["max_grad_norm"]
     if first.stepped[0] and max_norm is not None:
         happened.add("norm clipped" if first.grad_norms[0] > max_norm else "norm below the limit")
@@ -295,7 +297,7 @@ SITUATIONS = {
     *(f"NaN and inf in {name} of trained rows" for name in ("old_logprobs", "ref_logprobs", "engine_logprobs")),
     *("NaN in advantages of trained rows", "split", "parts of a row on several ranks", "merged"),
     *("scored in the training cells", "scored in other cells", "a row over the budget"),
-    *("some tokens clipped", "norm clipped"),
+    *("some tokens clipped", "norm clipped", "fewer tokens computed than the rows have"),
 }
 NEED_SEVERAL_RANKS = {"fewer rows than ranks", "a rank all masked beside others", "parts of a row on several ranks"}
 

@@ -2,7 +2,7 @@
 
 1. In float64, with and without the load-balancing loss, replicated and FSDP2, for Qwen3-MoE and Mixtral: loss, whole
    gradient, per-row log-probs and the balance itself equal the reference to 1e-12, the same on every rank, for padded,
-   packed and fixed layouts; with activation checkpointing, fillers full of other tokens, shuffled rows, and fewer rows
+   packed, tree and fixed layouts; with activation checkpointing, fillers full of other tokens, shuffled rows, and fewer rows
    than ranks (so that experts receive nothing on a rank, and a rank has no tokens at all).
 2. In float32 with transformers' default way of multiplying with experts: 1e-6 against the float32 one-row run.
 3. Fractions counted by rank, and an average over ranks, give another loss.
@@ -24,12 +24,13 @@ from moe_oracle import OracleBalance, oracle_balance
 from ranks import once, run_ranks
 from step_cases import CaseOutcome, StepCase, run_cases
 from tiny_models import EXPERTS_PER_TOKEN, tiny_model
-from tiny_rows import make_rows
+from tiny_rows import make_rows, with_shared_beginnings
 
 COEF = 0.7
 SHAPES: dict[str, dict[str, Any]] = {
     "padded": {"layout": "padded", "max_tokens_per_gpu": 30, "pad_to_multiple": 2},
     "packed": {"layout": "packed", "max_tokens_per_gpu": 24, "activation_checkpointing": True},
+    "tree": {"layout": "tree", "max_tokens_per_gpu": 24},
     "fixed": {"layout": "fixed", "micro_batch_rows": 2},
 }
 WINDOWS = ("usual", "few rows")
@@ -37,7 +38,7 @@ WINDOWS = ("usual", "few rows")
 
 @functools.cache
 def window(name: str) -> list[Row]:
-    return make_rows(((1, 3), (2, 1))) if name == "usual" else make_rows(((1,), (1,)), seed=3)
+    return with_shared_beginnings(make_rows(((1, 3), (2, 1)))) if name == "usual" else make_rows(((1,), (1,)), seed=3)
 
 
 def cases() -> dict[str, StepCase]:

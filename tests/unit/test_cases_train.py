@@ -91,7 +91,7 @@ def test_p1_numbers(budget: int, num_microbatches: int) -> None:
     assert found.loss == pytest.approx(2.0, rel=1e-14)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 def test_p1_every_split_gives_one_gradient(layout: str) -> None:
     rows = window()
     expected = exact(rows)
@@ -135,7 +135,7 @@ RANK_CASES: dict[int, dict[str, RankCase]] = {
         "P2": (P2_ROWS, {"max_tokens_per_gpu": 7}),
         **{
             f"P5 {n} {layout}": (lengths_to_rows([4] * n), {"max_tokens_per_gpu": 4, "layout": layout})
-            for n, layout in enumerate(["padded", "packed"] * 3, start=1)
+            for n, layout in enumerate(["padded", "packed", "tree"] * 2, start=1)
         },
         **{
             f"P5 {n} fixed": (lengths_to_rows([4, 7, 3, 5, 6, 2][:n]), {"layout": "fixed", "micro_batch_rows": 2})
@@ -274,7 +274,7 @@ def test_p3_splitting_moves_no_advantage() -> None:
     assert_same_step(found, exact(rows))
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 def test_p7_each_row_its_own_mask(layout: str) -> None:
     masks = {"row0": [0, 1, 1, 0], "row1": [0, 0, 0, 1]}
     rows = [
@@ -456,7 +456,7 @@ def bigram_step(rows: Sequence[Row], **settings: Any) -> tuple[Any, dict[str, to
         return result, {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_p12_token_t_given_the_tokens_before(layout: str, multiple: int) -> None:
     generator = random.Random(0)
@@ -513,7 +513,7 @@ def test_p13_numbers(old: float, advantage: float) -> None:
     assert not head[:, 1:].any()
 
 
-@pytest.mark.parametrize("layout", ["fixed", "padded", "packed"])
+@pytest.mark.parametrize("layout", ["fixed", "padded", "packed", "tree"])
 def test_p13_every_field_everywhere(layout: str) -> None:
     rows = [
         dataclasses.replace(r, ref_logprobs=[-1.0] * r.num_tokens, engine_logprobs=[-1.0] * r.num_tokens)
@@ -688,6 +688,7 @@ def test_p21_weights_move_by_the_whole_step() -> None:
 P29_SETTINGS = [
     {"layout": "padded", "max_tokens_per_gpu": 14},
     {"layout": "packed", "max_tokens_per_gpu": 40},
+    {"layout": "tree", "max_tokens_per_gpu": 40},
 ]
 
 
@@ -761,7 +762,7 @@ def test_p34_seventy_thousand_tokens() -> None:
 # P30, P32: the whole kinds are in tests/unit/train/test_trainer_isolation.py ---------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 def test_p30_pack_of_two(layout: str) -> None:
     def rows(first: int) -> list[Row]:
         ids = {"A": [first, 4], "B": [1, 3, 5]}
@@ -778,7 +779,7 @@ def test_p30_pack_of_two(layout: str) -> None:
     assert torch.allclose(found[0].logprobs["B"], alone.logprobs["B"], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 def test_p32_end_tokens_are_trained(layout: str) -> None:
     ids = {"one turn": ([5, 6, 2], [0, 1, 1]), "turns": ([5, 6, 2, 7, 8, 2], [0, 1, 1, 0, 1, 1])}
     rows = [

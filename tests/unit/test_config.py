@@ -144,7 +144,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ("train.betas=[0.9]", ["`train.betas` must have more values, found 1"]),
         ("train.betas=[0.9, 1.0]", ["train.betas[1] must be at least 0 and below 1, found 1.0"]),
         ("train.betas=[0.9, '1']", ["`train.betas[1]` must be a number"]),
-        ("plan.layout=pakced", ["`plan.layout` must be 'fixed', 'padded' or 'packed'", "did you mean 'packed'?"]),
+        ("plan.layout=pakced", ["must be 'fixed', 'padded', 'packed' or 'tree'", "did you mean 'packed'?"]),
         ("credit.normaliser=mean", ["`credit.normaliser` must be 'token', 'rollout'", 'found "mean"']),
         ("model.dtype=bfloat16", ["`model.dtype` must be 'float32'"]),
     ],
@@ -156,7 +156,7 @@ def test_wrong_key_or_value(base: Path, override: str, expected: list[str]) -> N
 
 
 def test_a_refusal_names_the_file_that_gave_the_key(base: Path, tmp_path: Path) -> None:
-    other = write(tmp_path / "other.toml", {"train": {"beta": 1}, "plan": {"layout": "tree"}})
+    other = write(tmp_path / "other.toml", {"train": {"beta": 1}, "plan": {"layout": "trie"}})
     message = refusal([base, other])
     assert message.startswith("2 problems in the configuration:")
     assert f"- {other}: unknown key `train.beta`" in message
@@ -326,6 +326,7 @@ def test_resolved_text_has_every_key_with_a_value(base: Path) -> None:
     config = load_config([base])
     text = config.resolved()
     absent = {
+        "bucket",
         "constant",
         "max_grad_norm",
         "score_max_tokens_per_gpu",
@@ -433,14 +434,23 @@ def test_more_context_than_the_model_has(tmp_path: Path, settings: dict[str, Any
     [
         ({"model_type": "mamba2"}, "carry a state"),
         ({"model_type": "wrapper", "text_config": {"model_type": "qwen3_next"}}, "carry a state"),
-        ({"model_type": "gpt_oss"}, "learned sinks"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "carry a state"),
+        ({"model_type": "unheard", "layer_types": ["chunked_attention"]}, "cannot be told where a row ends"),
     ],
 )
 def test_a_layout_the_model_cannot_do(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
     model = model_folder(tmp_path / "m", **settings)
     check_model(config_for(tmp_path, model, "plan.layout=padded"))
-    with pytest.raises(ConfigError, match=rf"plan\.layout = 'packed' .*{reason}.*; set plan\.layout = 'padded'"):
-        check_model(config_for(tmp_path, model, "plan.layout=packed"))
+    for layout in ("packed", "tree"):
+        with pytest.raises(ConfigError, match=rf"plan\.layout = '{layout}' .*{reason}.*; set plan\.layout = 'padded'"):
+            check_model(config_for(tmp_path, model, f"plan.layout={layout}"))
+
+
+def test_windows_sinks_and_capped_scores_are_no_obstacle(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    for name, more in (("gpt_oss", {}), ("gemma2", {"attn_logit_softcapping": 50.0})):
+        model = model_folder(tmp_path / name, model_type=name, layer_types=kinds, **more)
+        check_model(config_for(tmp_path, model, "plan.layout=tree"))
 
 
 def test_run_folders(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Attention for packed rows and prefix tries: each token sees its own row's tokens before it, and nothing else.
 
 Functions registered with transformers' attention interface; what they need to know of the rows reaches them as a
-keyword argument of the model's call. Right-padded rectangles need none of this: with causal attention a real token never
-looks at the padding after it.
+keyword argument of the model's call. Right-padded rectangles need none of this: with causal attention a real token
+never looks at the padding after it.
 
 ========  =============================================================================================================
 sdpa      a fused call per node; where windows, sinks or soft caps apply, or a trie is so wide that copying keys for
@@ -29,7 +29,7 @@ from torch.utils._triton import has_triton
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from evenstep.errors import ConfigError
 from evenstep.train.blocks import block_attention
@@ -126,7 +126,7 @@ def by_flex(
 
 @lru_cache(maxsize=4)
 def block_mask(nodes: tuple[Node, ...], window: int | None, device: torch.device) -> BlockMask:
-    """Which tokens see each other: key ≤ query < end of the key's subtree, and fewer than ``window`` positions apart."""
+    """Which tokens see each other: key ≤ query < end of the key's node, and fewer than ``window`` positions apart."""
     lengths = torch.tensor([node.stop - node.start for node in nodes])
     end_T = torch.tensor([node.end for node in nodes]).repeat_interleave(lengths).to(device)
     shift_T = torch.tensor([node.depth - node.start for node in nodes]).repeat_interleave(lengths)
@@ -136,6 +136,7 @@ def block_mask(nodes: tuple[Node, ...], window: int | None, device: torch.device
         return (key <= query) & (query < end_T[key])
 
     def sees_near(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert window is not None
         return (key <= query) & (query < end_T[key]) & (position_T[query] - position_T[key] < window)
 
     size = len(end_T)
@@ -161,7 +162,9 @@ def by_flash(
     lengths = [node.stop - node.start for node in nodes]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query_BHTD.device)
     out_BTHD: Tensor = _flash_attention_forward(
-        *(tensor.transpose(1, 2) for tensor in (query_BHTD, key_BHTD, value_BHTD)),
+        query_BHTD.transpose(1, 2),
+        key_BHTD.transpose(1, 2),
+        value_BHTD.transpose(1, 2),
         None,
         query_BHTD.shape[2],
         is_causal=True,
@@ -178,9 +181,9 @@ def by_flash(
     return out_BTHD, None
 
 
-_FUNCTIONS = {"sdpa": by_node, "flex": by_flex, "flash": by_flash}
+_FUNCTIONS: dict[Backend, Any] = {"sdpa": by_node, "flex": by_flex, "flash": by_flash}
 # transformers looks for the words sdpa and flash in a name, and then for a model's own support of these
-_NAMES = {"sdpa": "evenstep_nodes", "flex": "evenstep_intervals", "flash": "evenstep_rows"}
+_NAMES: dict[Backend, str] = {"sdpa": "evenstep_nodes", "flex": "evenstep_intervals", "flash": "evenstep_rows"}
 for _backend, _function in _FUNCTIONS.items():
     AttentionInterface.register(_NAMES[_backend], _function)
 

@@ -7,7 +7,8 @@ windows, attention sinks and soft caps are each a line.
 
 Shapes: X heads of keys and values, G query heads for each of them, T tokens, D head dimension.
 
-Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention" (2022).
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al., "FlashAttention"
+(2022).
 """
 
 from __future__ import annotations
@@ -92,21 +93,20 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         query_BHTD, key_BHTD, value_BHTD, sinks_H, nodes, scale, window, softcap = args
+        inputs = (query_BHTD, key_BHTD, value_BHTD, sinks_H)
         with torch.autocast(query_BHTD.device.type, enabled=False):
-            out_BHTD, saved, shape = _forward(query_BHTD, key_BHTD, value_BHTD, sinks_H, nodes, scale, window, softcap)
-        ctx.save_for_backward(*saved, query_BHTD.new_empty(0), key_BHTD.new_empty(0), value_BHTD.new_empty(0))
-        ctx.shape, ctx.has_sinks = shape, sinks_H is not None
-        ctx.sink_dtype = None if sinks_H is None else sinks_H.dtype
+            out_BHTD, saved, ctx.shape = _forward(*inputs, nodes, scale, window, softcap)
+        ctx.save_for_backward(*saved)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         return out_BHTD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        *saved, like_query, like_key, like_value = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
         with torch.autocast(grads[0].device.type, enabled=False):
-            query, key, value, sinks = _backward(grads[0], *saved, ctx.shape)
-        sinks = sinks.to(ctx.sink_dtype) if ctx.has_sinks else None
-        return (query.to(like_query), key.to(like_key), value.to(like_value), sinks, *[None] * 4)
+            found = _backward(grads[0], ctx.saved_tensors, ctx.shape)
+        parts = [None if dtype is None else part.to(dtype) for part, dtype in zip(found, ctx.dtypes, strict=True)]
+        return (*parts, *[None] * 4)
 
 
 class _Shape(NamedTuple):
@@ -159,17 +159,8 @@ def _forward(
     return _by_head(out, num_groups).to(value_BHTD.dtype), saved, shape
 
 
-def _backward(
-    grad_BHTD: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_total: Tensor,
-    sinks: Tensor,
-    position_T: Tensor,
-    shape: _Shape,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(grad_BHTD: Tensor, saved: tuple[Tensor, ...], shape: _Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, out, log_total, sinks, position_T = saved
     num_groups, scale, softcap = shape.num_groups, shape.scale, shape.softcap
     grad = _by_key(grad_BHTD.to(query.dtype), num_groups)
     along = (grad * out).sum(-1, keepdim=True)

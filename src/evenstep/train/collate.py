@@ -106,8 +106,8 @@ def collate(
     Args:
         rows: the cell's rows; none for an inert filler.
         weights: the weight of each row's trained tokens.
-        layout: ``fixed`` and ``padded`` make a right-padded rectangle, ``packed`` one concatenated row, ``tree`` the rows'
-            prefix trie in depth-first order.
+        layout: ``fixed`` and ``padded`` make a right-padded rectangle, ``packed`` one concatenated row, ``tree`` the
+            rows' prefix trie in depth-first order.
         multiple: widths (packed: each row's share; tree: the whole) are rounded up to it.
         num_shape_rows: ``fixed``: rows the rectangle must have; inert fillers make up the difference.
         dtype: of per-token floats.

@@ -18,7 +18,7 @@ from evenstep.errors import ConfigError, EvenstepError, NumericsError, PlanError
 from evenstep.model_files import layout_problem
 from evenstep.plan import StepPlan
 from evenstep.train import distributed
-from evenstep.train.attention import attention_for, choose_backend
+from evenstep.train.attention import Backend, attention_for, choose_backend
 from evenstep.train.collate import Cell, collate
 from evenstep.train.critic import ValueObjective, is_critic
 from evenstep.train.losses import VALUE_LOSSES
@@ -134,7 +134,7 @@ class Scorer:
             raise PlanError(f"layout {self.options.layout!r} must keep rows apart, and {problem}; use layout 'padded'")
         self.model = model
         self.trained: dict[str, nn.Parameter] = {}
-        self.backend = choose_backend(
+        self.backend: Backend | None = choose_backend(
             model,
             self.options.layout,
             self.options.attention,

@@ -1,7 +1,7 @@
 """Does a model give each row the log-probs and the gradient it has alone, in this layout? Asked once, before training.
 
-A few short rows, most of which begin alike, run together as they will in training, and one by one through the model's own
-forward with plain attention. Both must agree, whatever stands in the neighbours' tokens.
+A few short rows, most of which begin alike, run together as they will in training, and one by one through the model's
+own forward with plain attention. Both must agree, whatever stands in the neighbours' tokens.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class _Probe:
     """What a model says of some rows, as numbers that a loss can be made of; F numbers for each trained token."""
 
     def __init__(self, model: PreTrainedModel, backend: Backend | None, draw: np.random.Generator) -> None:
-        self._model, self._backend, self._draw = model, backend, draw
+        self._model, self._draw = model, draw
+        self._backend: Backend | None = backend
         self._factors: Tensor | None = None
 
     def together(self, cell: Cell) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,7 @@ def gradient(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied", "soft_capped"])
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 def test_no_logits_are_saved(kind: str, layout: str) -> None:
     model, saved = make_model(kind), []
     trainer = Trainer(model, torch.optim.SGD(model.parameters()), layout=layout, logprob_chunk_tokens=32)
@@ -139,7 +139,7 @@ def test_an_inert_cell_has_a_zero_gradient_everywhere(kind: str, layout: str) ->
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 def test_activation_checkpointing_changes_no_gradient(layout: str) -> None:
     gradients = []
     for activation_checkpointing in (False, True):

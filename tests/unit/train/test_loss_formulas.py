@@ -408,7 +408,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
         run_known(known_rows(1.0), **settings)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_masked_slots_are_never_read(loss: str, layout: str) -> None:
     settings = LOSSES[loss] | TERMS["all"] | {"layout": layout, "max_tokens_per_gpu": 25}

@@ -49,6 +49,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "padded-20": {"layout": "padded", "max_tokens_per_gpu": 20},
     "padded-multiple": {"layout": "padded", "max_tokens_per_gpu": 64, "pad_to_multiple": 8},
     "packed": {"layout": "packed", "max_tokens_per_gpu": 40},
+    "tree": {"layout": "tree", "max_tokens_per_gpu": 40},
     "packed-multiple": {"layout": "packed", "max_tokens_per_gpu": 50, "pad_to_multiple": 4},
     "fixed": {"layout": "fixed", "micro_batch_rows": 2},
     "fixed-fillers": {"layout": "fixed", "micro_batch_rows": 5},

@@ -61,7 +61,7 @@ def trainer_of(**settings: Any) -> tuple[Any, evenstep.train.Trainer]:
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.3, 1e6])
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 def test_sgd(layout: str, budget: int, max_grad_norm: float | None) -> None:
     case = StepCase(
         name="sgd",
@@ -262,7 +262,7 @@ def test_trained_garbage_is_a_row_error(name: str, value: float) -> None:
         dataclasses.replace(row, **{name: values})
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 def test_nan_from_the_model_names_the_rows(layout: str) -> None:
     """Token 7 has a NaN embedding: exactly the rows in which it stands before a trained token are named."""
     rows = window()
@@ -289,7 +289,7 @@ def test_overflowing_ratio_is_a_numerics_error() -> None:
         trainer_of()[1].forward_backward(rows)
 
 
-@pytest.mark.parametrize("layout", ["fixed", "padded", "packed"])
+@pytest.mark.parametrize("layout", ["fixed", "padded", "packed", "tree"])
 def test_model_is_left_as_it_was(layout: str) -> None:
     rows = window()
     settings = {"micro_batch_rows": 2, "max_tokens_per_gpu": None} if layout == "fixed" else {}
@@ -309,7 +309,7 @@ def test_model_is_left_as_it_was(layout: str) -> None:
         assert values.device.type == "cpu"
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "tree"])
 def test_dropout_is_off(layout: str) -> None:
     rows = window()
     with true_float64():

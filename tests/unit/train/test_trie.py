@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from evenstep.plan.prefixes import shared_prefixes
+from evenstep.plan import shared_prefixes
 from evenstep.train import attention, blocks
 from evenstep.train.attention import NODES_KWARG, by_node
 from evenstep.train.trie import Node, Trie, build_trie, paths
