@@ -179,7 +179,8 @@ def run_built(case: StepCase, model: Any, trainer: evenstep.train.Trainer) -> Ca
                 window, scored_cells = score(case, trainer)
         for step in range(case.num_steps):
             with no_float32() if case.forbids_float32 else contextlib.nullcontext():
-                result = trainer.forward_backward(window, voters=case.voters)
+                # a prepared window has its voters
+                result = trainer.forward_backward(window, voters=case.voters if case.scoring is None else None)
             if step == 0:
                 first = result
                 logprobs = dict(trainer.gather(result.logprobs))

@@ -22,7 +22,7 @@ from mutations import Mutation, run
 
 MUTATIONS = [
     *(*credit.CREDIT, *credit.LOSSES),
-    *(*step.TOKENS, *step.ACROSS_RANKS, *step.STEP),
+    *(*step.TRIES, *step.TOKENS, *step.ACROSS_RANKS, *step.STEP),
     *(*rollouts.WINDOWS, *rollouts.PLAN),
     *report.REPORT,
 ]

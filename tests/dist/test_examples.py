@@ -1,14 +1,17 @@
 """Locks: the examples for own loops and own plans run as their docstrings say, and the loop prints the same losses,
-norms and probabilities in one process and on two sharded ranks."""
+norms and probabilities in one process and on two sharded ranks; the demo trains in layout tree with fewer tokens computed
+than its rows have, and the loss and gradient of layout padded."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +45,30 @@ def test_own_loop() -> None:
     assert "in 3 micro-batches a rank" in alone
     assert "in 2 micro-batches a rank" in sharded
     assert len({re.sub(r"in \d micro-batches", "", text) for text in (alone, sharded)}) == 1
+
+
+@pytest.mark.timeout(330)
+def test_tree(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    for files in (["ledger.toml"], ["ledger.toml", "tree.toml"]):
+        folder = tmp_path / str(len(files))
+        settings = {
+            "run.dir": folder,
+            "run.num_collections": 1,
+            "rollout.num_prompts": 2,
+            "train.rollouts_per_window": 16,
+            "checkpoint.every": 1,
+            "evaluation.every": 0,
+        }
+        given = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+        output("-m", "evenstep", "train", *[str(EXAMPLES / name) for name in files], *given)
+        found.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[0]))
+    padded, tree = found
+    assert padded["padding_efficiency"] <= 1 < tree["padding_efficiency"]
+    for name in ("num_rows", "num_trained_tokens", "reward_mean"):
+        assert tree[name] == padded[name]
+    for name in ("loss", "grad_norm"):
+        assert tree[name] == pytest.approx(padded[name], rel=1e-4, abs=1e-6)
 
 
 def test_own_plan() -> None:

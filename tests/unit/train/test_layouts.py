@@ -10,7 +10,8 @@
 4. Random rows (segments, branches, duplicates, rows that begin others, rows of one token, rollouts without rows) under
    random budgets and multiples: layout tree is exact, and computes as many tokens as its plan says.
 5. A bucket ladder pads behind the last row, and changes nothing else.
-6. Where a backend cannot do it, asking for it is refused with the reason; the automatic choice never is.
+6. Where a backend cannot do it, asking for it is refused with the reason; the automatic choice never is, also on a
+   GPU. FlashAttention is given the ends of the rows.
 7. Long: FlexAttention without gradients gives what fused calls give, on a CPU. GPU: with gradients too.
 """
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import itertools
 from typing import Any
 
 import numpy as np
@@ -25,13 +28,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle
 from critic_cases import SHAPES as CRITIC_SHAPES
 from critic_cases import ValueCase, run_value_case, tiny_critic, value_rows
 from evenstep.errors import ConfigError
 from evenstep.train import Scorer, Trainer, attention
-from evenstep.train.attention import choose_backend
+from evenstep.train.attention import NODES_KWARG, by_flash, by_node, choose_backend
+from evenstep.train.trie import Node
 from evenstep.types import Row
 from moe_oracle import oracle_balance
 from step_cases import CaseOutcome, StepCase, build, run_case, score
@@ -274,6 +279,88 @@ def test_backends_are_chosen_or_refused() -> None:
         Trainer(model, torch.optim.SGD(model.parameters()), attention="eager")
     with pytest.raises(ConfigError, match="bucket must be a share between 0 and 1, found 2"):
         Trainer(model, torch.optim.SGD(model.parameters()), bucket=2)
+
+
+class OnCuda:
+    """As much of a model as the choice of a backend looks at, with parameters that say they are on a GPU."""
+
+    def __init__(self, family: str, dtype: torch.dtype = torch.float32, **shape: Any) -> None:
+        model = tiny_model(family, dtype=dtype, **shape)
+        self.config = model.config
+        with FakeTensorMode():
+            self._parameters = {
+                name: torch.nn.Parameter(torch.empty(p.shape, dtype=dtype, device="cuda"))
+                for name, p in model.named_parameters()
+            }
+
+    def parameters(self) -> Any:
+        return iter(self._parameters.values())
+
+    def named_parameters(self) -> Any:
+        return self._parameters.items()
+
+
+@pytest.mark.parametrize("has_flash", [False, True])
+def test_backends_on_a_gpu(monkeypatch: pytest.MonkeyPatch, has_flash: bool) -> None:
+    monkeypatch.setattr(attention, "has_triton", lambda: True)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: has_flash)
+
+    def choose(model: Any, layout: str, requested: str = "auto", half: bool = True) -> str | None:
+        return choose_backend(
+            model, layout, requested, compute_dtype="bfloat16" if half else "float32", is_trained=True
+        )
+
+    plain, sinks = OnCuda("qwen3", head_dim=16), OnCuda("gpt_oss", head_dim=16)
+    assert choose(plain, "packed") == ("flash" if has_flash else "flex")
+    assert choose(plain, "packed", half=False) == choose(plain, "tree") == choose(sinks, "packed") == "flex"
+    assert choose(plain, "padded") is None
+    assert choose(OnCuda("qwen3", head_dim=4), "tree") == "sdpa"
+    assert choose(OnCuda("qwen3", torch.float64, head_dim=16), "packed", half=False) == "sdpa"
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    assert choose(plain, "tree") == "sdpa"
+    with pytest.raises(ConfigError, match="'flex' is compiled by Triton, which is not installed"):
+        choose(plain, "tree", "flex")
+    if has_flash:
+        for model, layout, half, words in (
+            (plain, "tree", True, "knows rows and no tries, found layout 'tree'"),
+            (plain, "packed", False, "computes in half precision, found compute_dtype 'float32'"),
+            (sinks, "packed", True, r"has no attention sinks, found model\.layers\.0\.self_attn\.sinks"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                choose(model, layout, "flash", half=half)
+
+
+def test_flash_attention_is_told_where_rows_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain softmax in place of the kernel, which reads the lengths from the kernel's arguments."""
+    real = inspect.signature(attention._flash_attention_forward)
+
+    def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = real.bind(*args, **kwargs).arguments
+        assert given["attention_mask"] is None
+        assert given["is_causal"]
+        assert torch.equal(given["cu_seq_lens_q"], given["cu_seq_lens_k"])
+        ends = given["cu_seq_lens_q"].tolist()
+        assert max(b - a for a, b in itertools.pairwise(ends)) == given["max_length_q"] == given["max_length_k"]
+        query, key, value = (given[f"{name}_states"] for name in ("query", "key", "value"))
+        assert query.shape[1] == ends[-1] == given["query_length"]
+        how = {
+            "scaling": given["softmax_scale"],
+            "sliding_window": given["sliding_window"],
+            "softcap": given["softcap"],
+        }
+        tensors = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        parts = [
+            by_node(None, *(t[:, :, a:b] for t in tensors), None, **how, **{NODES_KWARG: (Node(0, b - a, b - a, 0),)})  # type: ignore[arg-type]
+            for a, b in itertools.pairwise(ends)
+        ]
+        return torch.cat([out for out, _ in parts], dim=1)
+
+    monkeypatch.setattr(attention, "_flash_attention_forward", kernel)
+    nodes = (Node(0, 5, 5, 0), Node(5, 12, 12, 0), Node(12, 14, 14, 0))
+    tensors = [torch.randn(1, heads, 14, 6) for heads in (4, 2, 2)]
+    for how in ({"scaling": 0.3, "sliding_window": 3, "softcap": 2.0}, {"scaling": None}):
+        found, expected = (fn(None, *tensors, None, **how, **{NODES_KWARG: nodes})[0] for fn in (by_flash, by_node))  # type: ignore[arg-type]
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.long
