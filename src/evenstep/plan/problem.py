@@ -19,6 +19,7 @@ from evenstep.types import Int64Array
 
 __all__ = ["Problem", "fixed_point_scale", "make_problem"]
 
+_MOST_UNITS = 2.0**62
 _COST_BITS = 50  # all cells together cost less than 2**50 units: exact in int64 and in float64
 
 
@@ -115,7 +116,8 @@ def fixed_point_scale(cost: CostModel, room: Room, longest: int, num_rows: int, 
 
 
 def _to_units(cost: CostModel, widths: Int64Array, scale: float) -> Int64Array:
-    return np.rint(cost.row_costs(widths) * scale).astype(np.int64)
+    # a budget far above all rows costs more than the integers hold: then it is no limit, however much
+    return np.rint(np.minimum(cost.row_costs(widths) * scale, _MOST_UNITS)).astype(np.int64)
 
 
 def make_problem(

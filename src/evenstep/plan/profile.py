@@ -97,7 +97,7 @@ def _cell_potentials(problem: Problem, num_long: int, capacity: int, num_cells: 
         rest = capacity * (int(costs[num_long]) / int(widths[num_long]))
     potentials = np.concatenate([potentials, np.full(num_cells, rest)])
     potentials = -np.sort(-potentials)[:num_cells]
-    return np.ceil(potentials).astype(np.int64) + 1
+    return np.ceil(np.minimum(potentials, 2.0**62)).astype(np.int64) + 1  # where the budget is far above all rows
 
 
 def _by_tokens(problem: Problem, capacity: int, num_cells: int) -> Int64Array:

@@ -248,3 +248,11 @@ def test_numpy_integers() -> None:
     array = plan_step(np.array([5, 4, 3], dtype=np.uint16), num_ranks=np.int64(2), max_tokens_per_gpu=np.int32(8))
     assert array == plain
     assert array.hash == plain.hash
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_budget_far_above_all_rows_is_no_limit(layout: str) -> None:
+    cost = CostModel(c0=1.0, c1=1.0, c2=0.01)
+    options = {"num_ranks": 2, "layout": layout, "cost": cost}
+    plan = plan_step([9, 7, 5, 3], max_tokens_per_gpu=2**30, **options)
+    assert plan.cells == plan_step([9, 7, 5, 3], max_tokens_per_gpu=100, **options).cells
