@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from evenstep.config_schema import Config, PlanSection, RolloutSection, Section, TrainSection
 from evenstep.errors import ConfigError
@@ -77,7 +78,8 @@ def check_relations(config: Config) -> None:
             f"credit.constant belongs to credit.normaliser = 'constant' alone, found normaliser {credit.normaliser!r} "
             f"and {found}; give both or neither"
         )
-    problems += _plan_problems(plan) + _train_problems(train) + _pass_problems(config) + _agent_problems(config)
+    problems += _engine_problems(config) + _agent_problems(config)
+    problems += _plan_problems(plan) + _train_problems(train) + _pass_problems(config)
     if config.evaluation.num_tasks and config.evaluation.seed == config.run.seed:
         problems.append(
             f"evaluation.seed and run.seed must differ so that held-out tasks are not trained on, found both "
@@ -195,6 +197,57 @@ def _agent_problems(config: Config) -> list[str]:
         problems.append(
             f"compaction.policy is of the agent loop, found {config.compaction.policy!r} with agent.kind = 'command', "
             f"whose program compacts by itself; leave it out"
+        )
+    return problems
+
+
+def _engine_problems(config: Config) -> list[str]:
+    engine, problems = config.engine, list[str]()
+    if not engine.is_server:
+        if given := _given(engine):
+            problems.append(
+                f"engine.{given[0]} belongs to servers, found engine.kind = 'in_process'; set engine.kind = 'vllm', or "
+                f"leave it out"
+            )
+        return problems
+    if engine.launch == bool(engine.urls):
+        found = f"engine.urls = {list(engine.urls)}" if engine.urls else "neither"
+        problems.append(
+            f"engine.kind = {engine.kind!r} needs servers: either engine.urls, or engine.launch = true, found "
+            f"{'both' if engine.launch else found}; give one of them"
+        )
+    if engine.launch and engine.kind != "vllm":
+        problems.append(
+            f"engine.launch starts vLLM servers, found engine.kind = {engine.kind!r}; start them yourself and name "
+            f"them in engine.urls, or set engine.kind = 'vllm'"
+        )
+    if engine.launch and engine.python is None:
+        problems.append(
+            "engine.launch needs the Python that vLLM is installed in, found no engine.python; install one with "
+            "scripts/install_vllm_cpu.sh and name its bin/python"
+        )
+    if not engine.launch and (given := _given(engine, ("python", "ports", "arguments"))):
+        problems.append(
+            f"engine.{given[0]} belongs to servers that are started here, found engine.launch = false; leave it out"
+        )
+    if engine.launch and engine.api_key_variable is not None:
+        problems.append(
+            "engine.api_key_variable belongs to servers in engine.urls, found engine.launch = true; leave it out"
+        )
+    for name, values in (("urls", engine.urls), ("ports", engine.ports)):
+        if len({str(value).rstrip("/") for value in values}) < len(values):
+            problems.append(f"engine.{name} must name each server once, found {list(values)}; remove the double one")
+    for url in engine.urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.path not in ("", "/"):
+            problems.append(
+                f"engine.urls must hold addresses of servers without a path, found {url!r}; for example "
+                f"http://127.0.0.1:8000"
+            )
+    if given := _given(config.rollout, ("generation_batch_rollouts",)):
+        problems.append(
+            f"rollout.{given[0]} belongs to generation in this process, found engine.kind = {engine.kind!r}; set "
+            f"engine.max_concurrent instead"
         )
     return problems
 

@@ -109,7 +109,59 @@ class RolloutSection(Section):
     on_shortfall: Literal["raise", "smaller"] = Field(
         "raise", description="when that is not enough: stop, or close the collection with fewer groups"
     )
-    generation_batch_rollouts: int = Field(32, ge=1, description="rollouts that are generated side by side")
+    generation_batch_rollouts: int = Field(
+        32, ge=1, description="rollouts that are generated side by side in this process"
+    )
+
+
+class EngineSection(Section):
+    """What generates rollouts."""
+
+    kind: Literal["in_process", "vllm", "sglang"] = Field(
+        "in_process", description="each rank itself, or servers that take and give token ids over HTTP"
+    )
+    urls: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="addresses of running servers, such as `http://127.0.0.1:8000`; they must see the run's folder"
+    )
+    launch: bool = Field(False, description="`vllm`: start the servers here, on the policy's weights, and end them")
+    python: str | None = Field(
+        None, min_length=1, description="with `launch`: the Python that vLLM is installed in, such as `venv/bin/python`"
+    )
+    ports: Annotated[tuple[Annotated[int, Field(ge=1, le=65535)], ...], Field(strict=False)] = Field(
+        (8100,), min_length=1, description="with `launch`: one server on loopback for each"
+    )
+    arguments: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="with `launch`: more arguments of the server's command line"
+    )
+    api_key_variable: str | None = Field(
+        None, min_length=1, description="environment variable that holds the key of the servers in `urls`"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="what servers compute in; log-probs in half precision differ by up to tenths of a nat"
+    )
+    max_concurrent: int = Field(64, ge=1, description="rollouts that servers work on at any time, of all ranks")
+    untie_embeddings: bool = Field(
+        True,
+        description="write an output head of its own for a model whose head is its embedding; vLLM on the CPU keeps "
+        "the old head otherwise",
+    )
+    probe_tolerance: float = Field(
+        1e-3,
+        gt=0,
+        description="after each update of weights a probe's log-probs may differ from the trainer's by this, in nats",
+    )
+    start_timeout_s: float = Field(900.0, gt=0, description="most seconds until a server that was started answers")
+    request_timeout_s: float = Field(600.0, gt=0, description="most seconds of one call")
+    update_timeout_s: float = Field(600.0, gt=0, description="most seconds of one step of an update of weights")
+    reconnect_limit_s: float = Field(
+        300.0,
+        gt=0,
+        description="how long a server that went away is waited for; without any the run ends",
+    )
+
+    @property
+    def is_server(self) -> bool:
+        return self.kind != "in_process"
 
 
 class AgentSection(Section):
@@ -307,6 +359,7 @@ class Config(Section):
     environment: EnvironmentSection
     rollout: RolloutSection
     agent: AgentSection
+    engine: EngineSection
     compaction: CompactionSection
     credit: CreditSection
     plan: PlanSection

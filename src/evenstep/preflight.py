@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import tempfile
 import tomllib
@@ -17,6 +18,7 @@ from evenstep.model_files import balance_problem, layout_problem, max_context_to
 
 __all__ = [
     "check_command",
+    "check_engine",
     "check_model",
     "check_packages",
     "check_ranks",
@@ -33,7 +35,7 @@ SERVE_PACKAGES = ("fastapi", "uvicorn")
 CHANGEABLE_ON_RESUME = (
     *("run.dir", "checkpoint.", "evaluation.", "plan.", "train.score_max_tokens_per_gpu"),
     *("rollout.max_attempts_per_prompt", "rollout.max_replacements", "rollout.on_shortfall"),
-    *("rollout.step_timeout_s", "rollout.timeout_s", "agent.rollout_timeout_s"),
+    *("rollout.step_timeout_s", "rollout.timeout_s", "agent.rollout_timeout_s", "engine."),
 )
 
 
@@ -51,6 +53,7 @@ def preflight(config: Config, *, ranks: int | None = None, resume: bool = False)
     if ranks is not None:
         check_ranks(ranks)
     check_model(config)
+    check_engine(config)
     check_run_folder(config, resume=resume)
 
 
@@ -93,6 +96,40 @@ def check_command(program: str) -> None:
             f"agent.command must begin with a program that can be started, found {program!r}; give its path, or put it "
             f"on PATH"
         )
+
+
+def check_engine(config: Config) -> None:
+    """Refuse servers that cannot be asked or started, before a model is loaded.
+
+    Raises:
+        ConfigError: a package, vLLM's environment or the key is missing, or a port is taken.
+    """
+    engine = config.engine
+    if not engine.is_server:
+        return
+    if importlib.util.find_spec("httpx2") is None:
+        raise ConfigError(
+            f"engine.kind = {engine.kind!r} needs the extra 'engines', found no httpx2; run: pip install "
+            f"'evenstep[engines]'"
+        )
+    variable = engine.api_key_variable
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(
+            f"engine.api_key_variable names the environment variable {variable}, found that it is not set; export it, "
+            f"or leave the key out"
+        )
+    if not engine.launch:
+        return
+    from evenstep.rollout.server_process import port_problem, vllm_module
+
+    vllm_module(str(engine.python))
+    for port in engine.ports:
+        problem = port_problem(port)
+        if problem is not None:
+            raise ConfigError(
+                f"engine.ports must be free, found that {port} is not ({problem}); choose another, or end what listens "
+                f"there"
+            )
 
 
 def check_ranks(ranks: int) -> None:

@@ -225,6 +225,23 @@ def test_missing_keys_are_listed_together() -> None:
         (["lora.alpha=8"], ["lora.alpha belongs to adapters, found lora.rank = 0"]),
         (["rollout.in_flight_updates=true"], ["found rollout.max_staleness = 0", "set rollout.max_staleness to"]),
         (["train.sync=each"], ["train.sync belongs to train.sharding = 'fsdp2'"]),
+        (["engine.urls=['http://h:1']"], ["engine.urls belongs to servers, found engine.kind = 'in_process'"]),
+        (["engine.kind=vllm"], ["needs servers: either engine.urls, or engine.launch = true, found neither"]),
+        (["engine.kind=vllm", "engine.launch=true", "engine.python=p", "engine.urls=['http://h:1']"], ["found both"]),
+        (["engine.kind=sglang", "engine.launch=true", "engine.python=p"], ["engine.launch starts vLLM servers"]),
+        (["engine.kind=vllm", "engine.launch=true"], ["found no engine.python", "scripts/install_vllm_cpu.sh"]),
+        (["engine.kind=vllm", "engine.urls=['http://h:1']", "engine.ports=[1]"], ["engine.ports belongs to servers"]),
+        (["engine.kind=vllm", "engine.urls=['http://h:1', 'http://h:1/']"], ["engine.urls must name each server once"]),
+        (["engine.kind=vllm", "engine.urls=['h:1']"], ["addresses of servers without a path, found 'h:1'"]),
+        (["engine.kind=vllm", "engine.urls=['http://h:1/v1']"], ["without a path, found 'http://h:1/v1'"]),
+        (
+            ["engine.kind=vllm", "engine.launch=true", "engine.python=p", "engine.api_key_variable=K"],
+            ["engine.api_key_variable belongs to servers in engine.urls"],
+        ),
+        (
+            ["engine.kind=vllm", "engine.urls=['http://h:1']", "rollout.generation_batch_rollouts=4"],
+            ["rollout.generation_batch_rollouts belongs to generation in this process", "engine.max_concurrent"],
+        ),
     ],
 )  # fmt: skip
 def test_contradictions(base: Path, overrides: list[str], expected: list[str]) -> None:
@@ -293,6 +310,8 @@ def test_auto_is_detached_exactly_where_the_ratio_is_one(base: Path, overrides: 
         ["train.sequence_mask=[0, 1.1]", "train.importance_cap=2.0"],
         ["lora.rank=4", "lora.alpha=8"],
         ["train.sharding=fsdp2", "train.sync=each"],
+        ["engine.kind=sglang", "engine.urls=['http://h:1', 'https://h:2/']", "engine.api_key_variable=K"],
+        ["engine.kind=vllm", "engine.launch=true", "engine.python=p", "engine.ports=[1, 2]"],
     ],
     ids=str,
 )
@@ -335,7 +354,7 @@ def test_resolved_text_has_every_key_with_a_value(base: Path) -> None:
         "sequence_mask",
         "kl_estimator",
     }
-    absent |= {"timeout_s"}
+    absent |= {"timeout_s", "python", "api_key_variable"}
     assert {name for _, name in known_keys() if f"\n{name} = " not in text} == absent
     assert "keep_last = 2" in text
     assert "min_entries = 3" in text

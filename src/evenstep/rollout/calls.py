@@ -27,6 +27,7 @@ async def recorded_call(
     vocab_size: int | None,
     parent: int | None,
     break_reason: BreakReason | None,
+    group_id: str = "",
 ) -> Call:
     """Make one call, whose output has at most ``sampling.max_tokens`` tokens of a vocabulary of ``vocab_size``.
 
@@ -34,8 +35,9 @@ async def recorded_call(
         EngineError: the engine failed, whatever it raised, or answered with what no engine may.
     """
     where = f"rollout {rollout_id}, call {order}"
+    request = Request(prompt_ids=prompt_ids, sampling=sampling, rollout_key=rollout_key, group_id=group_id)
     try:
-        found = await engine.generate(Request(prompt_ids=prompt_ids, sampling=sampling, rollout_key=rollout_key))
+        found = await engine.generate(request)
     except EvenstepError:
         raise
     except (Exception, asyncio.CancelledError) as error:  # an engine's failure must never pass for the environment's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -99,9 +99,14 @@ class Player(Protocol):
     """Plays rollouts in another way than the agent loop."""
 
     async def play(
-        self, rollouts: Sequence[tuple[RolloutIdentity, Environment]], engine: Engine, options: AgentOptions
+        self,
+        rollouts: Sequence[tuple[RolloutIdentity, Environment]],
+        engine: Engine,
+        options: AgentOptions,
+        *,
+        on_done: Callable[[Rollout], None] | None = None,
     ) -> list[Rollout]:
-        """One rollout for each identity, in this order."""
+        """One rollout for each identity, in this order; ``on_done`` is called with each as it ends."""
         ...
 
 
@@ -118,12 +123,21 @@ async def generate_rollouts(
     rank: int = 0,
     num_ranks: int = 1,
     player: Player | None = None,
+    on_done: Callable[[Rollout], None] | None = None,
 ) -> list[Rollout]:
     """Generate this rank's share of the slots, in slot order.
 
-    Slots are cut into generation batches of ``batch_rollouts`` by their position in ``slots``; rank r takes batches
-    r, r + W, r + 2W, …. A batch's membership and the shape of each of its forwards therefore do not depend on the
-    number of ranks, and neither do the tokens. A ``player`` plays the whole share instead, in its own way.
+    With a ``BatchEngine``, slots are cut into generation batches of ``batch_rollouts`` by their position in ``slots``;
+    rank r takes batches r, r + W, r + 2W, …. A batch's membership and the shape of each of its forwards therefore do
+    not depend on the number of ranks, and neither do the tokens.
+
+    With any other engine, rank r takes groups r, r + W, … and ``batch_rollouts`` of its rollouts run at any time: the
+    next one begins as soon as one is done. A rollout's seeds are the same in both.
+
+    A ``player`` plays the whole share instead, in its own way.
+
+    Args:
+        on_done: called with each rollout as it ends; what it was called with is whole whatever ends the rest.
 
     Raises:
         ConfigError: ``batch_rollouts`` below 1, or the agent's context is larger than the engine's.
@@ -137,39 +151,68 @@ async def generate_rollouts(
             f"{engine.max_context_tokens}; lower it, or use a model with a longer context"
         )
     starts = range(rank * batch_rollouts, len(slots), num_ranks * batch_rollouts)
-    if player is not None:
+    if isinstance(engine, BatchEngine):
         mine = [slot for start in starts for slot in slots[start : start + batch_rollouts]]
+    else:
+        mine = _dealt(slots, rank, num_ranks)
+    if player is not None:
         played = [
             (_identity(slot, tasks=tasks, run_seed=run_seed), tasks.environment(slot.task_index)) for slot in mine
         ]
-        return await player.play(played, engine, options)
+        return await player.play(played, engine, options, on_done=on_done)
+
+    async def run(slot: Slot, engine: Engine) -> Rollout:
+        rollout = await run_rollout(
+            identity=_identity(slot, tasks=tasks, run_seed=run_seed),
+            environment=tasks.environment(slot.task_index),
+            engine=engine,
+            renderer=renderer,
+            compaction=compaction,
+            options=options,
+        )
+        if on_done is not None:
+            on_done(rollout)
+        return rollout
+
+    if not isinstance(engine, BatchEngine):
+        return await _side_by_side(mine, lambda slot: run(slot, engine), batch_rollouts)
     rollouts: list[Rollout] = []
     for start in starts:
         batch = slots[start : start + batch_rollouts]
-        barrier = Barrier(engine, [(slot.index,) for slot in batch]) if isinstance(engine, BatchEngine) else None
+        barrier = Barrier(engine, [(slot.index,) for slot in batch])
 
-        async def run(slot: Slot, barrier: Barrier | None = barrier) -> Rollout:
-            identity = _identity(slot, tasks=tasks, run_seed=run_seed)
+        async def run_and_leave(slot: Slot, barrier: Barrier = barrier) -> Rollout:
             try:
-                return await run_rollout(
-                    identity=identity,
-                    environment=tasks.environment(slot.task_index),
-                    engine=barrier or engine,
-                    renderer=renderer,
-                    compaction=compaction,
-                    options=options,
-                )
+                return await run(slot, barrier)
             finally:
-                if barrier is not None:
-                    barrier.leave(identity.key)
+                barrier.leave((slot.index,))
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(run(slot)) for slot in batch]
-        except* EvenstepError as errors:
-            raise errors.exceptions[0] from None
-        rollouts += [task.result() for task in running]
+        rollouts += await _side_by_side(batch, run_and_leave, len(batch))
     return rollouts
+
+
+def _dealt(slots: Sequence[Slot], rank: int, num_ranks: int) -> list[Slot]:
+    """A rank's share: every ``num_ranks``-th group, whole."""
+    place = {group_id: at for at, group_id in enumerate(dict.fromkeys(map(group_id_of, slots)))}
+    return [slot for slot in slots if place[group_id_of(slot)] % num_ranks == rank]
+
+
+async def _side_by_side(
+    slots: Sequence[Slot], run: Callable[[Slot], Awaitable[Rollout]], most_at_once: int
+) -> list[Rollout]:
+    """Their rollouts in the order of the slots; the first error ends all."""
+    places = asyncio.Semaphore(max(most_at_once, 1))
+
+    async def run_in_place(slot: Slot) -> Rollout:
+        async with places:
+            return await run(slot)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(run_in_place(slot)) for slot in slots]
+    except* EvenstepError as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]
 
 
 def _identity(slot: Slot, *, tasks: TaskSource, run_seed: int) -> RolloutIdentity:

@@ -27,6 +27,7 @@ class Request:
     prompt_ids: tuple[int, ...]  # [T_prompt] exact ids, at least one
     sampling: Sampling = field(default_factory=Sampling)
     rollout_key: RolloutKey = ()  # whose call this is; orders the rows of a batch
+    group_id: str = ""  # siblings of one group share their prompt, and so a server's cached prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,6 +126,7 @@ async def evaluate(
     rank: int = 0,
     num_ranks: int = 1,
     player: Player | None = None,
+    on_done: Callable[[Rollout], None] | None = None,
 ) -> list[Rollout]:
     """This rank's share of one greedy rollout of each of the first ``num_tasks`` tasks; see ``generate_rollouts``.
 
@@ -143,4 +144,5 @@ async def evaluate(
         rank=rank,
         num_ranks=num_ranks,
         player=player,
+        on_done=on_done,
     )

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from evenstep.errors import EngineError
 from evenstep.rollout.engine import Completion, FinishReason, Request
 
-__all__ = ["InProcessEngine"]
+__all__ = ["InProcessEngine", "cache_argument"]
 
 
 class InProcessEngine:
@@ -64,9 +64,7 @@ class InProcessEngine:
         self._max_context_tokens = max_context_tokens
         self.weight_version = weight_version
         self._lock = threading.Lock()  # held by a batch, and by whoever changes the weights
-        # transformers renamed this argument (past_key_values, later cache); models of both kinds exist.
-        names = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._cache_argument = cache_argument(model)
 
     @property
     def max_context_tokens(self) -> int:
@@ -174,6 +172,11 @@ class InProcessEngine:
         arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
         output = self._model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, **arguments)
         return output.logits[:, -1]
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What a model's forward calls its cache: transformers renamed it, and models of both kinds exist."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @contextmanager

@@ -146,6 +146,7 @@ class Recorder:
             sampling=sampling,
             rollout_id=self.identity.rollout_id,
             rollout_key=self.identity.key,
+            group_id=self.identity.group_id,
             vocab_size=self.options.vocab_size,
             parent=parent,
             break_reason=break_reason,

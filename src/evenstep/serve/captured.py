@@ -265,6 +265,7 @@ class CapturedRollout:
                 ),
                 rollout_id=identity.rollout_id,
                 rollout_key=identity.key,
+                group_id=identity.group_id,
                 vocab_size=capture.vocab_size,
                 parent=turn.parent,
                 break_reason=reason,

@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,9 +86,14 @@ class CommandPlayer:
     max_side_by_side: int
 
     async def play(
-        self, rollouts: Sequence[tuple[RolloutIdentity, Environment]], engine: Engine, options: AgentOptions
+        self,
+        rollouts: Sequence[tuple[RolloutIdentity, Environment]],
+        engine: Engine,
+        options: AgentOptions,
+        *,
+        on_done: Callable[[Rollout], None] | None = None,
     ) -> list[Rollout]:
-        """One rollout for each identity, in this order.
+        """One rollout for each identity, in this order; ``on_done`` is called with each as it ends.
 
         Raises:
             ConfigError: an environment asks the policy itself.
@@ -125,9 +130,11 @@ class CommandPlayer:
 
             async def one(identity: RolloutIdentity, environment: Environment) -> Rollout:
                 async with room:
-                    return await self._played(
-                        identity, Supervised(environment=environment, options=options), registry, url
-                    )
+                    supervised = Supervised(environment=environment, options=options)
+                    rollout = await self._played(identity, supervised, registry, url)
+                if on_done is not None:
+                    on_done(rollout)
+                return rollout
 
             try:
                 async with asyncio.TaskGroup() as group:

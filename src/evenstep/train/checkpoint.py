@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -160,10 +161,19 @@ def _tensors(trained: Mapping[str, Trained], with_moments: Sequence[str]) -> dic
     return found
 
 
-def export(folder: Path, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def export(
+    folder: Path,
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    untied: bool = False,
+) -> None:
     """Write safetensors, configuration and tokenizer that ``from_pretrained`` loads; written aside, then renamed.
 
     Adapters are added into the weights that are written, so loading needs no peft; the model itself stays as it is.
+
+    Args:
+        untied: an output head that is the embedding is written a second time, as a head of its own.
     """
     whole: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -172,10 +182,28 @@ def export(folder: Path, model: PreTrainedModel | PeftModel, tokenizer: PreTrain
     def write(partial: Path) -> None:
         base = model.get_base_model() if is_lora(model) else model
         weights = merged_weights(model, whole) if is_lora(model) else whole
-        cast(PreTrainedModel, base).save_pretrained(partial, state_dict=weights)
+        with _written_untied(cast(PreTrainedModel, base), weights) if untied else nullcontext(weights) as weights:
+            cast(PreTrainedModel, base).save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
 
     _replace(folder, write)
+
+
+@contextmanager
+def _written_untied(model: PreTrainedModel, weights: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Inside the block a tied model is saved as one with a head of its own, from these weights."""
+    config, head = model.config, model.get_output_embeddings()
+    if not getattr(config, "tie_word_embeddings", False) or head is None:
+        yield dict(weights)
+        return
+    name = next(name for name, module in model.named_modules() if module is head)
+    source = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    untied = {**weights, f"{name}.weight": weights[f"{source}.weight"].clone()}
+    config.tie_word_embeddings = False
+    try:
+        yield untied
+    finally:
+        config.tie_word_embeddings = True
 
 
 def export_adapter(folder: Path, model: PeftModel) -> None:
@@ -210,9 +238,20 @@ def _replace(folder: Path, write: Callable[[Path], None]) -> None:
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         write(partial)
+        for path in (*partial.rglob("*"), partial):
+            _flush(path)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     _barrier()
+
+
+def _flush(path: Path) -> None:
+    """Wait until the disk has a file, or a folder's names."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _all(folder: Path) -> list[Path]:

@@ -7,13 +7,14 @@ collection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from evenstep.config import Config
-from evenstep.errors import CollectionError
+from evenstep.errors import CollectionError, EngineError
 from evenstep.files import read_rollouts, write_rollouts
 from evenstep.rollout.agent import AgentOptions
 from evenstep.rollout.ahead import Ahead
@@ -42,11 +43,18 @@ class Counters:
     task: int = 0  # tasks drawn
 
 
+class _Share(NamedTuple):
+    """What a rank generated of what it was asked for, and what ended the rest."""
+
+    rollouts: list[Rollout]
+    error: str | None = None
+
+
 class _Ahead(NamedTuple):
     """A generation that is under way on this rank."""
 
     slots: tuple[Slot, ...]  # of all ranks
-    generation: Ahead[list[Rollout]]
+    generation: Ahead[_Share]
 
 
 class Collector:
@@ -67,7 +75,10 @@ class Collector:
         self.replaced: frozenset[str] = frozenset()
         self._compaction = compaction_named(config.compaction.policy, **config.compaction.options)
         self._renderer = ChatRenderer(cast(ChatTokenizer, models.tokenizer))
-        self._source = policy_engine(config, models, self._renderer)
+        self._source = policy_engine(config, models, self._renderer, files, notice)
+        self._player: Player | None = None
+        if config.agent.kind == "command":
+            self._player = _command_player(config, models, self._renderer, self._source.rollouts_at_once)
         self._agent_options = AgentOptions(
             max_context_tokens=config.model.max_context_tokens,
             max_tokens_per_call=config.rollout.max_tokens_per_call,
@@ -79,7 +90,6 @@ class Collector:
             vocab_size=models.sampler.config.get_text_config().vocab_size,
         )
 
-        self._player = _command_player(config, models, self._renderer) if config.agent.kind == "command" else None
 
     def collect(self, counters: Counters) -> list[Window] | None:
         """Rank 0: the windows of the next collection, all epochs; other ranks: None. ``counters.task`` advances.
@@ -95,11 +105,15 @@ class Collector:
             builder.add(self._stored(path, counters))
         while slots := distributed.broadcast(builder.missing()):
             parts = distributed.gather(self._generated(slots, counters))
+            errors: list[str] = []
             if parts is not None:
-                found = [r for part in parts for r in part]
+                found = [r for part in parts for r in part.rollouts]
                 # written before anything is decided, so that a budget that is spent costs no rollout
                 write_rollouts(path, [*builder.rollouts, *found])
-                builder.add(found)
+                errors = [part.error for part in parts if part.error is not None]
+                if not errors:
+                    builder.add(found)
+            _raise_first(distributed.broadcast(errors))
         counters.task = distributed.broadcast(counters.task + builder.num_tasks)
         windows = None
         if self._rank == 0:
@@ -150,25 +164,29 @@ class Collector:
         num_tasks = options.num_tasks if tasks.num_tasks is None else min(options.num_tasks, tasks.num_tasks)
         if num_tasks == 0:
             return None
-        mine = asyncio.run(
-            evaluate(
-                num_tasks=num_tasks,
-                tasks=tasks,
-                engine=self._source.engine,
-                renderer=self._renderer,
-                compaction=self._compaction,
-                options=self._agent_options,
-                batch_rollouts=self._config.rollout.generation_batch_rollouts,
-                rank=self._rank,
-                num_ranks=self._num_ranks,
-                player=self._player,
-            )
+        work = partial(
+            evaluate,
+            num_tasks=num_tasks,
+            tasks=tasks,
+            engine=self._source.engine,
+            renderer=self._renderer,
+            compaction=self._compaction,
+            options=self._agent_options,
+            batch_rollouts=self._source.rollouts_at_once,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            player=self._player,
         )
-        parts = distributed.gather(mine)
+        parts = distributed.gather(asyncio.run(self._share(work)))
+        _raise_first(distributed.broadcast([part.error for part in parts or () if part.error is not None]))
         if parts is None:
             return None
         result: dict[str, Any] = {"window": counters.window, "optimizer_step": counters.optimizer_step}
-        return result | evaluation_of([rollout for part in parts for rollout in part]).to_json()
+        return result | evaluation_of([rollout for part in parts for rollout in part.rollouts]).to_json()
+
+    def close(self) -> None:
+        """End what was started to generate."""
+        self._source.close()
 
     # --- generation -----------------------------------------------------------------------------------------------
 
@@ -205,7 +223,7 @@ class Collector:
         slots = distributed.broadcast(self._builder(counters, num_ahead=1).missing())
         self._ahead = self._start(slots, counters)
 
-    def _generated(self, slots: tuple[Slot, ...], counters: Counters) -> list[Rollout]:
+    def _generated(self, slots: tuple[Slot, ...], counters: Counters) -> _Share:
         """This rank's share of the slots: begun while the last collection was trained, or now."""
         if self._ahead is not None:
             found, asked, self._ahead = self._ahead.generation.result(), self._ahead.slots, None
@@ -217,9 +235,9 @@ class Collector:
         self._update_weights(counters)
         return _Ahead(slots, Ahead(self._generate(slots)))
 
-    async def _generate(self, slots: Sequence[Slot]) -> list[Rollout]:
-        """This rank's share."""
-        return await generate_rollouts(
+    async def _generate(self, slots: Sequence[Slot]) -> _Share:
+        work = partial(
+            generate_rollouts,
             slots,
             tasks=self._tasks("train", self._config.run.seed),
             engine=self._source.engine,
@@ -227,11 +245,23 @@ class Collector:
             compaction=self._compaction,
             options=self._agent_options,
             run_seed=self._config.run.seed,
-            batch_rollouts=self._config.rollout.generation_batch_rollouts,
+            batch_rollouts=self._source.rollouts_at_once,
             rank=self._rank,
             num_ranks=self._num_ranks,
             player=self._player,
         )
+        return await self._share(work)
+
+    async def _share(self, work: Callable[..., Awaitable[list[Rollout]]]) -> _Share:
+        """Do this rank's work. With servers, which may go away, what is finished by then is kept; in this process
+        whole generation batches are made again, so that they come out the same."""
+        done: list[Rollout] = []
+        try:
+            return _Share(await work(on_done=done.append))
+        except EngineError as error:
+            if not self._config.engine.is_server:
+                raise
+            return _Share(done, str(error))
 
     def _tasks(self, split: Any, seed: int) -> TaskSource:
         config = self._config
@@ -275,7 +305,7 @@ class Collector:
         return found
 
 
-def _command_player(config: Config, models: Models, renderer: ChatRenderer) -> Player:
+def _command_player(config: Config, models: Models, renderer: ChatRenderer, rollouts_at_once: int) -> Player:
     """Plays rollouts with the program that the configuration names."""
     from evenstep.serve.commands import CommandAgent, CommandPlayer  # needs the extra 'serve'
 
@@ -290,5 +320,11 @@ def _command_player(config: Config, models: Models, renderer: ChatRenderer) -> P
         tokenizer=cast(Any, models.tokenizer),
         renderer=renderer,
         trained_temperature=config.rollout.temperature,
-        max_side_by_side=config.rollout.generation_batch_rollouts,
+        max_side_by_side=rollouts_at_once,
     )
+
+
+def _raise_first(errors: Sequence[str]) -> None:
+    """On every rank, raise what ended the generation of one of them."""
+    if errors:
+        raise EngineError(errors[0])

@@ -21,6 +21,7 @@ METRIC_NAMES = (
     *("segments_per_rollout_mean", "segments_per_rollout_max", "num_trained_tokens", "num_microbatches"),
     *("padding_efficiency", "lockstep_efficiency", "reward_mean", "reward_std", "zero_spread_fraction"),
     *("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ratio_max_deviation", "engine_trainer_kl"),
+    *("engine_logprob_difference_mean", "engine_logprob_difference_max"),  # in nats per token, absolute
     *("kept_fraction", "kl_penalty_mean", "moe_balance"),
     *("num_realigned_tokens", "num_undeclared_breaks", "num_quarantined_calls"),
     *("critic_loss", "critic_grad_norm", "value_error", "value_clip_fraction", "explained_variance"),

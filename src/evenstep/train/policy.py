@@ -25,6 +25,7 @@ __all__ = ["PolicyObjective", "WindowState"]
 
 # metrics that evenstep computes itself
 RESERVED = {"entropy", "kl", "engine_trainer_kl", "ratio_max_deviation", "kept_fraction", "moe_balance"}
+RESERVED |= {"engine_logprob_difference_mean", "engine_logprob_difference_max"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +166,15 @@ class PolicyObjective:
         means = {"entropy": out.entropies_N.detach(), **means}
         if cell.ref_logprobs_N is not None:
             means["kl"] = kl_estimate(logprobs_N, cell.ref_logprobs_N.double(), "k3")
+        maxima: dict[str, Tensor] = {}
         if cell.engine_logprobs_N is not None:
             # tokens were drawn from the engine's distribution, so that one is the first argument; the other is the
             # trainer's at the same weights, where it was scored, and not what updates have made of it since
             means["engine_trainer_kl"] = kl_estimate(cell.engine_logprobs_N.double(), old_N.double(), "k3")
-        deviation_N = torch.expm1(logprobs_N - old_N.double()).abs()
+            difference_N = (cell.engine_logprobs_N.double() - old_N.double()).abs()
+            means["engine_logprob_difference_mean"] = difference_N
+            maxima["engine_logprob_difference_max"] = difference_N
+        maxima["ratio_max_deviation"] = torch.expm1(logprobs_N - old_N.double()).abs()
         others: dict[str, Tensor] = {}
         if state.balance_weights_LE is not None:
             others["moe_balance"] = options.moe_balance_coef * balance_loss(out.routing, state.balance_weights_LE)
@@ -177,7 +182,7 @@ class PolicyObjective:
             losses_N=losses_N,
             outputs_N=out.logprobs_N,
             means=means,
-            maxima={"ratio_max_deviation": deviation_N},
+            maxima=maxima,
             others=others,
         )
 
@@ -186,7 +191,8 @@ class PolicyObjective:
         balance = metrics.get("moe_balance")
         if balance is not None:
             metrics = metrics | {"moe_balance": balance / self._options.moe_balance_coef}
-        return {"kl": None, "engine_trainer_kl": None} | metrics
+        of_engine = ("engine_trainer_kl", "engine_logprob_difference_mean", "engine_logprob_difference_max")
+        return {"kl": None, **dict.fromkeys(of_engine)} | metrics
 
     def _sequence_log_ratio(self, cell: Cell, log_ratio_N: Tensor, state: WindowState) -> Tensor | None:
         if not needs_sequence_ratio(self._options.loss_function):

@@ -57,8 +57,11 @@ def run_training(
         EvenstepError: see its subclasses; what was finished before stays on disk and can be resumed.
     """
     run = _Run(config, reporter, credit)
-    with run.files.held() if run.rank == 0 else nullcontext():
-        run.train(resume=resume)
+    try:
+        with run.files.held() if run.rank == 0 else nullcontext():
+            run.train(resume=resume)
+    finally:
+        run.collector.close()
 
 
 class _Run:

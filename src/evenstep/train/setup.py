@@ -105,7 +105,8 @@ def load_models(config: Config) -> Models:
             target_modules=targets[0] if targets == ("all-linear",) else targets,
         )
     place(policy)  # type: ignore[arg-type]
-    whole_copy = copy.deepcopy(policy) if is_sharded or config.rollout.max_staleness else None
+    is_trained_while_read = (is_sharded or config.rollout.max_staleness > 0) and not config.engine.is_server
+    whole_copy = copy.deepcopy(policy) if is_trained_while_read else None
     frozen_copy = critic = None
     if train.kl_coef > 0 and not lora.rank:
         reference, _ = load_model(config.model.path, dtype=dtype)

@@ -1,0 +1,480 @@
+"""What vLLM and SGLang answer over HTTP, as one small protocol: token ids in; ids, log-probs and a reason out.
+
+Nothing here goes through text. An answer that is not exactly what was asked for is refused: trained on, it would be a
+wrong step and not a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import httpx2 as httpx
+
+from evenstep.errors import EngineError
+from evenstep.rollout.engine import FinishReason
+from evenstep.types import Sampling
+
+__all__ = ["APIS", "Answer", "Connection", "ServerApi", "ServerFacts", "UnavailableError"]
+
+SAMPLED_MODES = ("processed_logprobs",)  # log-probs of the distribution sampled from
+RAW_MODES = ("raw_logprobs",)  # the same at temperature 1 alone
+TOKENIZER_TEXT = "The 3 quick foxes jump: 12 + 345 = 357."
+UNAVAILABLE = (502, 503, 504)
+
+
+class UnavailableError(Exception):
+    """Nothing of an answer was accepted, so the same request may be sent again."""
+
+    def __init__(self, reason: str, *, is_timeout: bool = False) -> None:
+        super().__init__(reason)
+        self.is_timeout = is_timeout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What a server says of itself; None where it does not say."""
+
+    model: str  # the name that it serves the model by
+    max_context_tokens: int | None
+    dtype: str | None  # "float32", "bfloat16", ...
+    logprobs_mode: str | None  # vLLM's name for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a server sampled, checked against the request."""
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+class Connection:
+    """JSON calls to one server; says which failures may pass and which do not."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._client = client
+
+    async def get(self, path: str, *, timeout_s: float = 30.0) -> Any:
+        return await self._call("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
+        return await self._call("POST", path, body, timeout_s)
+
+    async def has(self, path: str) -> bool:
+        """Whether a GET of this path finds anything."""
+        response = await self._send("GET", path, None, 30.0)
+        return response.status_code != 404
+
+    async def check_health(self) -> None:
+        """Raise an UnavailableError, or what the server has against being asked."""
+        response = await self._send("GET", "/health", None, 10.0)
+        if response.status_code != 200 and response.status_code not in (401, 403, 404):
+            raise UnavailableError(f"GET /health answered {response.status_code}")
+
+    async def is_healthy(self) -> bool:
+        try:
+            await self.check_health()
+        except UnavailableError:
+            return False
+        return True
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+        response = await self._send(method, path, body, timeout_s)
+        status = response.status_code
+        if status in UNAVAILABLE:
+            raise UnavailableError(f"{method} {path} answered {status}: {_short(response.text)}")
+        if status >= 500 and not await self.is_healthy():
+            raise UnavailableError(f"{method} {path} answered {status} and it is not healthy: {_short(response.text)}")
+        if status >= 400:
+            raise EngineError(
+                f"the server at {self.url} must serve {method} {path}, found status {status}: {_short(response.text)}; "
+                f"{_advice(status, path)}"
+            )
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError as error:
+            raise EngineError(
+                f"the server at {self.url} must answer {method} {path} with JSON, found {_short(response.text)!r} "
+                f"({error}); is another kind of server behind this address?"
+            ) from error
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> httpx.Response:
+        try:
+            return await self._client.request(
+                method, self.url + path, json=None if body is None else dict(body), timeout=timeout_s
+            )
+        except httpx.TimeoutException as error:
+            reason = f"{method} {path}: no answer within {timeout_s:g} seconds"
+            raise UnavailableError(reason, is_timeout=True) from error
+        except (httpx.TransportError, httpx.StreamError) as error:
+            raise UnavailableError(f"{method} {path}: {type(error).__name__} {error}".rstrip()) from error
+
+
+class ServerApi(Protocol):
+    """How one kind of server is asked."""
+
+    name: str
+
+    async def facts(self, server: Connection) -> ServerFacts: ...
+
+    async def check_ids(self, server: Connection, facts: ServerFacts, *, vocab_size: int) -> None:
+        """Refuse a server whose vocabulary has another size."""
+        ...
+
+    async def tokenize(self, server: Connection, facts: ServerFacts, text: str) -> list[int] | None:
+        """The server's ids of a text; None where it has no tokenizer to ask."""
+        ...
+
+    async def complete(
+        self,
+        server: Connection,
+        facts: ServerFacts,
+        *,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        timeout_s: float,
+    ) -> Answer: ...
+
+    async def stamp(self, server: Connection) -> str:
+        """What the last weight update left there, or what the server calls the weights that it started with."""
+        ...
+
+    async def load(self, server: Connection, folder: Path, stamp: str, *, timeout_s: float) -> None:
+        """Wait for calls in flight, load the weights of a folder, forget cached prefixes, leave the stamp."""
+        ...
+
+
+class VllmApi:
+    """vLLM: the completions API with ids, and the routes of its development mode for weights."""
+
+    name = "vllm"
+
+    async def facts(self, server: Connection) -> ServerFacts:
+        models = _field(server, await server.get("/v1/models"), "data", list, "GET /v1/models")
+        if not models:
+            raise EngineError(f"the server at {server.url} must serve a model, found an empty GET /v1/models")
+        first = cast(dict[str, Any], models[0])
+        if not await server.has("/server_info?config_format=json"):
+            raise EngineError(
+                f"the vLLM server at {server.url} must have the routes for weight updates, found no /server_info; "
+                f"start it with the environment variable VLLM_SERVER_DEV_MODE=1"
+            )
+        info: Any = await server.get("/server_info?config_format=json")
+        model: Any = info.get("vllm_config", {}).get("model_config", {}) if isinstance(info, dict) else {}
+        length = first.get("max_model_len")
+        return ServerFacts(
+            model=str(first.get("id")),
+            max_context_tokens=length if isinstance(length, int) else None,
+            dtype=str(model["dtype"]).removeprefix("torch.") if "dtype" in model else None,
+            logprobs_mode=model.get("logprobs_mode"),
+        )
+
+    async def check_ids(self, server: Connection, facts: ServerFacts, *, vocab_size: int) -> None:
+        async def takes(token: int) -> bool:
+            body = {"model": facts.model, "prompt": [token], "max_tokens": 1, "temperature": 0.0}
+            try:
+                await server.post("/v1/completions", body, timeout_s=60.0)
+            except EngineError as error:
+                if "vocabulary" in str(error):
+                    return False
+                raise
+            return True
+
+        await _check_vocabulary(takes, server.url, vocab_size)
+
+    async def tokenize(self, server: Connection, facts: ServerFacts, text: str) -> list[int] | None:
+        body = {"model": facts.model, "prompt": text, "add_special_tokens": False}
+        return await _tokens(server, body)
+
+    async def complete(
+        self,
+        server: Connection,
+        facts: ServerFacts,
+        *,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        timeout_s: float,
+    ) -> Answer:
+        body = {
+            "model": facts.model,
+            "prompt": list(prompt_ids),
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            # a model's own generation_config.json may ask for others
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": sampling.seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stop_token_ids": list(stop_token_ids),
+            "ignore_eos": True,  # the ids to stop at are those above, whatever the server's files call the eos
+        }
+        found = await server.post("/v1/completions", body, timeout_s=timeout_s)
+        choices = _field(server, found, "choices", list, "POST /v1/completions")
+        if len(choices) != 1 or not isinstance(choices[0], dict):
+            raise EngineError(f"the server at {server.url} must answer with one choice, found {len(choices)}")
+        choice = cast(dict[str, Any], choices[0])
+        if "token_ids" not in choice or choice["token_ids"] is None:
+            raise EngineError(
+                f"the server at {server.url} must return token ids, found a choice with {', '.join(sorted(choice))}; "
+                f"use vLLM 0.11 or newer, which knows return_token_ids, and no proxy that drops it"
+            )
+        given = choice.get("prompt_token_ids")
+        if given is not None and list(given) != list(prompt_ids):
+            raise EngineError(
+                f"the server at {server.url} must complete the ids that it was given, found a prompt of {len(given)} "
+                f"ids for {len(prompt_ids)}, first different at {_first_difference(given, prompt_ids)}; it truncates "
+                f"or re-tokenises: leave truncate_prompt_tokens and prompt templates out"
+            )
+        logprobs: Any = (choice.get("logprobs") or {}).get("token_logprobs")
+        return _checked(
+            server,
+            ids=choice["token_ids"],
+            logprobs=logprobs,
+            reason=choice.get("finish_reason"),
+            max_tokens=max_tokens,
+            num_prompt_tokens=len(prompt_ids),
+            stop_token_ids=stop_token_ids,
+            most=facts.max_context_tokens,
+        )
+
+    async def stamp(self, server: Connection) -> str:
+        return str(_field(server, await server.get("/weight_info"), "weight_version", object, "GET /weight_info"))
+
+    async def load(self, server: Connection, folder: Path, stamp: str, *, timeout_s: float) -> None:
+        await server.post("/pause?mode=wait", timeout_s=timeout_s)
+        try:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            await server.post("/collective_rpc", body, timeout_s=timeout_s)
+            # else a prompt of more than one cache block is answered from keys and values of the old weights
+            reset = await server.post("/reset_prefix_cache", timeout_s=timeout_s)
+            if isinstance(reset, dict) and reset.get("success") is False:
+                raise EngineError(
+                    f"the server at {server.url} must forget the prefixes that it cached with other weights, found "
+                    f"that it did not; end whatever else uses it"
+                )
+            await server.post("/update_weight_version", {"new_version": stamp}, timeout_s=timeout_s)
+        finally:
+            await server.post("/resume", timeout_s=timeout_s)
+
+
+class SglangApi:
+    """SGLang: its native generate route, and weights from disk."""
+
+    name = "sglang"
+
+    async def facts(self, server: Connection) -> ServerFacts:
+        model: Any = await server.get("/get_model_info")
+        info: Any = await server.get("/get_server_info")
+        length = info.get("context_length") or info.get("max_total_num_tokens")
+        dtype = info.get("dtype")
+        return ServerFacts(
+            model=str(_field(server, model, "model_path", str, "GET /get_model_info")),
+            max_context_tokens=length if isinstance(length, int) else None,
+            dtype=None if dtype in (None, "auto") else {"half": "float16"}.get(str(dtype), str(dtype)),
+            logprobs_mode=None,
+        )
+
+    async def check_ids(self, server: Connection, facts: ServerFacts, *, vocab_size: int) -> None:
+        info: Any = await server.get("/get_model_info")
+        found = info.get("vocab_size")
+        if isinstance(found, int) and found != vocab_size:
+            raise _other_vocabulary(server.url, f"one of {found}", vocab_size)
+
+    async def tokenize(self, server: Connection, facts: ServerFacts, text: str) -> list[int] | None:
+        return await _tokens(server, {"prompt": text, "add_special_tokens": False})
+
+    async def complete(
+        self,
+        server: Connection,
+        facts: ServerFacts,
+        *,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        timeout_s: float,
+    ) -> Answer:
+        parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "max_new_tokens": max_tokens,
+            "stop_token_ids": list(stop_token_ids),
+            "ignore_eos": True,
+            "sampling_seed": sampling.seed,
+        }
+        body = {
+            "input_ids": list(prompt_ids),
+            "sampling_params": {name: value for name, value in parameters.items() if value is not None},
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": False,
+        }
+        found: Any = await server.post("/generate", body, timeout_s=timeout_s)
+        meta: Any = _field(server, found, "meta_info", dict, "POST /generate")
+        if "output_ids" not in found:
+            raise EngineError(
+                f"the server at {server.url} must return token ids, found an answer with {', '.join(sorted(found))}; "
+                f"use SGLang 0.5 or newer"
+            )
+        count = meta.get("prompt_tokens")
+        if isinstance(count, int) and count != len(prompt_ids):
+            raise EngineError(
+                f"the server at {server.url} must complete the {len(prompt_ids)} ids that it was given, found a prompt "
+                f"of {count}; start it without --allow-auto-truncate"
+            )
+        triples: Any = meta.get("output_token_logprobs")
+        ids = list(found["output_ids"])
+        if triples and [triple[1] for triple in triples] != ids:
+            raise EngineError(f"the server at {server.url} must give log-probs of its output ids, found other ids")
+        reason: Any = meta.get("finish_reason")
+        return _checked(
+            server,
+            ids=ids,
+            logprobs=None if triples is None else [triple[0] for triple in triples],
+            reason=reason.get("type") if isinstance(reason, dict) else reason,
+            max_tokens=max_tokens,
+            num_prompt_tokens=len(prompt_ids),
+            stop_token_ids=stop_token_ids,
+            most=facts.max_context_tokens,
+        )
+
+    async def stamp(self, server: Connection) -> str:
+        info = await server.get("/get_model_info")
+        return str(_field(server, info, "weight_version", object, "GET /get_model_info"))
+
+    async def load(self, server: Connection, folder: Path, stamp: str, *, timeout_s: float) -> None:
+        # it waits for running requests by itself before it writes
+        body = {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False, "weight_version": stamp}
+        found = await server.post("/update_weights_from_disk", body, timeout_s=timeout_s)
+        if not isinstance(found, dict) or found.get("success") is not True:
+            raise EngineError(
+                f"the server at {server.url} must load the weights in {folder}, found {_short(str(found))}; does it "
+                f"see the folder under the same path?"
+            )
+
+
+APIS: Mapping[str, Callable[[], ServerApi]] = {"vllm": VllmApi, "sglang": SglangApi}
+
+
+def _checked(
+    server: Connection,
+    *,
+    ids: Any,
+    logprobs: Any,
+    reason: Any,
+    max_tokens: int,
+    num_prompt_tokens: int,
+    stop_token_ids: Sequence[int],
+    most: int | None,
+) -> Answer:
+    """What came back, as it was asked for.
+
+    Raises:
+        UnavailableError: the server ended the call before it was done.
+        EngineError: log-probs are missing, or the output ended where it was not asked to.
+    """
+    if reason == "abort":
+        raise UnavailableError("the call was aborted there")
+    num_tokens = len(ids)
+    if logprobs is None or len(logprobs) != num_tokens or any(value is None for value in logprobs):
+        found = "none" if not logprobs else f"{sum(value is not None for value in logprobs)}"
+        raise EngineError(
+            f"the server at {server.url} must give a log-prob for each of {num_tokens} sampled tokens, found {found}; "
+            f"switch log-probs on there (vLLM: --max-logprobs at least 1, and no --disable-logprobs)"
+        )
+    if reason not in ("stop", "length"):
+        raise EngineError(
+            f"the server at {server.url} must end a call with 'stop' or 'length', found {reason!r}; switch off what "
+            f"ends calls in another way"
+        )
+    if num_tokens > max_tokens or (reason == "length" and num_tokens < max_tokens):
+        limit = "" if most is None else f"; its context is {most} tokens"
+        raise EngineError(
+            f"the server at {server.url} must sample the {max_tokens} tokens it is asked for when no stop id comes, "
+            f"found {num_tokens} and finish reason 'length' after a prompt of {num_prompt_tokens}{limit}: it clamps "
+            f"lengths without an error. Start it with a --max-model-len of at least "
+            f"{num_prompt_tokens + max_tokens}, or lower model.max_context_tokens"
+        )
+    if reason == "stop" and (not num_tokens or ids[-1] not in set(stop_token_ids)):
+        last = f"id {ids[-1]}" if num_tokens else "no token"
+        raise EngineError(
+            f"the server at {server.url} must stop at ids {sorted(stop_token_ids)} only, found a stop after {last}; "
+            f"start it with --generation-config vllm, and without stop strings of its own"
+        )
+    return Answer(
+        output_ids=tuple(ids),
+        logprobs=tuple(logprobs),
+        finish_reason="stop" if reason == "stop" else "length",
+    )
+
+
+async def _check_vocabulary(takes: Callable[[int], Any], url: str, vocab_size: int) -> None:
+    if not await takes(vocab_size - 1):
+        raise _other_vocabulary(url, f"one that has no id {vocab_size - 1}", vocab_size)
+    if await takes(vocab_size):
+        raise _other_vocabulary(url, f"one that has the id {vocab_size}", vocab_size)
+
+
+def _other_vocabulary(url: str, found: str, vocab_size: int) -> EngineError:
+    return EngineError(
+        f"the server at {url} must have the vocabulary of model.path, {vocab_size} ids, found {found}: it serves "
+        f"another model; start it with the files of model.path"
+    )
+
+
+async def _tokens(server: Connection, body: Mapping[str, Any]) -> list[int] | None:
+    try:
+        found = await server.post("/tokenize", body, timeout_s=30.0)
+    except EngineError:
+        return None  # started without a tokenizer, or too old for this route
+    tokens: Any = found.get("tokens") if isinstance(found, dict) else None
+    return list(tokens) if isinstance(tokens, list) else None
+
+
+def _field(server: Connection, found: Any, name: str, kind: type, what: str) -> Any:
+    if not isinstance(found, dict) or not isinstance(found.get(name), kind) or found.get(name) is None:
+        raise EngineError(
+            f"the server at {server.url} must answer {what} with {name!r}, found {_short(str(found))}; is it the kind "
+            f"of server that engine.kind names, and new enough (vLLM 0.32, SGLang 0.5)?"
+        )
+    return found[name]
+
+
+def _first_difference(given: Sequence[int], asked: Sequence[int]) -> int:
+    pairs = zip(given, asked, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(given), len(asked)))
+
+
+def _advice(status: int, path: str) -> str:
+    if status in (401, 403):
+        return "name the environment variable that holds its key in engine.api_key_variable"
+    if status == 404 and not path.startswith("/v1"):
+        return (
+            "vLLM serves the routes for weights with the environment variable VLLM_SERVER_DEV_MODE=1 only, from 0.32 on"
+        )
+    return "its own log says more"
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:300]
