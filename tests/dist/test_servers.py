@@ -150,6 +150,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "adapters": {"lora": {"rank": 4}},
     "sglang": {"engine": {"kind": "sglang"}, "rollout": {"temperature": 0.7}},
     "ahead": {"rollout": {"max_staleness": 1}},
+    "in flight": {"rollout": {"max_staleness": 1, "in_flight_updates": True}},
 }
 
 
@@ -163,7 +164,11 @@ def test_other_policies(kind: str, model: Path, tmp_path: Path) -> None:
     lines = windows(tmp_path)
     assert len(lines) == 3
     assert all(line["stepped"] for line in lines)
-    if kind == "ahead":
+    if kind == "in flight":
+        assert versions(log)[:2] == ["0", "1"]
+        assert {call.weight_version for name in range(3) for r in rollouts(tmp_path, name).values() for call in r.calls}
+        assert max(line["staleness_max"] for line in lines) <= 1
+    elif kind == "ahead":
         assert versions(log) == ["0", "1"]
         assert [line["staleness_max"] for line in lines] == [0, 1, 1]
     else:

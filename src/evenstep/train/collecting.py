@@ -90,7 +90,6 @@ class Collector:
             vocab_size=models.sampler.config.get_text_config().vocab_size,
         )
 
-
     def collect(self, counters: Counters) -> list[Window] | None:
         """Rank 0: the windows of the next collection, all epochs; other ranks: None. ``counters.task`` advances.
 
