@@ -17,6 +17,7 @@ import pytest
 import mutations_of_credit as credit
 import mutations_of_report as report
 import mutations_of_rollouts as rollouts
+import mutations_of_serving as serving
 import mutations_of_step as step
 from mutations import Mutation, run
 
@@ -25,6 +26,7 @@ MUTATIONS = [
     *(*step.TRIES, *step.TOKENS, *step.ACROSS_RANKS, *step.STEP),
     *(*rollouts.WINDOWS, *rollouts.PLAN),
     *report.REPORT,
+    *serving.SERVING,
 ]
 HARMLESS = Mutation(
     name="harmless",
