@@ -220,8 +220,10 @@ class CreditSection(Section):
 
 
 class PlanSection(Section):
-    layout: Literal["fixed", "padded", "packed", "tree"] = Field(
-        "padded", description="how rows share a micro-batch; `tree`: what they begin with alike is computed once"
+    layout: Literal["fixed", "padded", "packed", "tree", "auto"] = Field(
+        "padded",
+        description="how rows share a micro-batch; `tree`: what they begin with alike is computed once; `auto`: the "
+        "cheapest of `padded`, `packed` and `tree` that the model does exactly, for each window",
     )
     max_tokens_per_gpu: int | None = Field(
         None,

@@ -18,7 +18,7 @@ __all__ = ["METRIC_NAMES", "peak_memory_bytes", "rollout_metrics"]
 METRIC_NAMES = (
     *("window", "optimizer_step", "stepped", "skip_reason", "lr"),
     *("num_rollouts", "num_voters", "num_failed", "num_truncated", "num_replaced", "num_rows", "num_fillers"),
-    *("segments_per_rollout_mean", "segments_per_rollout_max", "num_trained_tokens", "num_microbatches"),
+    *("segments_per_rollout_mean", "segments_per_rollout_max", "num_trained_tokens", "num_microbatches", "layout"),
     *("padding_efficiency", "lockstep_efficiency", "reward_mean", "reward_std", "zero_spread_fraction"),
     *("loss", "grad_norm", "entropy", "kl", "clip_fraction", "ratio_max_deviation", "engine_trainer_kl"),
     *("engine_logprob_difference_mean", "engine_logprob_difference_max"),  # in nats per token, absolute

@@ -30,7 +30,7 @@ class StepOptions:
     """
 
     # plan
-    layout: Literal["fixed", "padded", "packed", "tree"] = "padded"  # fixed, padded, packed or tree
+    layout: Literal["fixed", "padded", "packed", "tree", "auto"] = "padded"  # auto: the cheapest of the last three
     max_tokens_per_gpu: int | None = None  # most tokens a micro-batch may occupy on a rank; None: no limit
     pad_to_multiple: int = 1  # widths are rounded up to it
     bucket: float | None = None  # widths are rungs of a ladder that wastes at most this share; None: no ladder
@@ -68,7 +68,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         choices = {
-            "layout": ("fixed", "padded", "packed", "tree"),
+            "layout": ("fixed", "padded", "packed", "tree", "auto"),
             "pad_scope": ("window", "group"),
             "effort": ("default", "high"),
             "normaliser": NORMALISERS,

@@ -78,6 +78,7 @@ class _Run:
         self.reporter = reporter if self.rank == 0 else None
         self.counters = Counters()
         self.evaluations: list[dict[str, Any]] = []
+        self.layout: str | None = None  # of the last window that was logged
         # which passes and windows there are follows from it, so ranks that differ would wait for each other
         distributed.agree("configuration", sha256(config.resolved().encode()).hexdigest())
         self.models = load_models(config)
@@ -248,6 +249,11 @@ class _Run:
         line |= metrics
         seconds = sum(line[name] for name in ("seconds_generate", "seconds_score", "seconds_train"))
         num_tokens = prepared.plan.stats.num_tokens if prepared is not None else 0
+        if prepared is not None:
+            line["layout"] = prepared.plan.layout
+            if prepared.layout_reason is not None and prepared.plan.layout != self.layout:
+                self._notice(f"window {window.window}: layout {prepared.layout_reason}")
+            self.layout = prepared.plan.layout
         line |= {
             "collection": window.collection,
             "epoch": window.epoch,

@@ -6,8 +6,9 @@ terms, ranks are summed once, nothing is divided afterwards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from transformers import PreTrainedModel
 from evenstep.errors import ConfigError, EvenstepError, NumericsError, PlanError, RowError, StateError
 from evenstep.model_files import layout_problem
 from evenstep.plan import StepPlan
+from evenstep.plan.choose import CHOICES
+from evenstep.plan.footprint import Layout
 from evenstep.train import distributed
 from evenstep.train.attention import Backend, attention_for, choose_backend
+from evenstep.train.auto_layout import AutoLayout, cost_of_model, launch_tokens_of
 from evenstep.train.collate import Cell, collate
 from evenstep.train.critic import ValueObjective, is_critic
 from evenstep.train.losses import VALUE_LOSSES
@@ -28,6 +32,8 @@ from evenstep.train.totals import Totals
 from evenstep.train.verify import num_embeddings, verify_layout
 from evenstep.train.window import PreparedWindow, prepare_window
 from evenstep.types import Row
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Scorer", "StepOutcome", "StepResult", "Trainer", "run_plan"]
 
@@ -77,6 +83,9 @@ def run_plan(
         fn(cell, k == len(cells) - 1)
 
 
+NO_CONTEXT_PARALLELISM = "training does no context parallelism, every rank runs whole rows: "
+
+
 class Scorer:
     """Runs a model over windows without gradient: log-probs of a causal LM, values of a critic, by row id.
 
@@ -103,22 +112,40 @@ class Scorer:
         described = self.options.describe() if error is None else ""
         # an error on one rank is raised on all of them, where the others would wait in the first collective
         distributed.agree(f"{type(self).__name__} options", described, error)
-        try:
-            verify_layout(
-                model,
-                self.options.layout,
-                backend=self.backend,
-                compute_dtype=self.options.compute_dtype,
-                trained=self.trained,
-            )
-        except EvenstepError as found:
-            error = found
-        distributed.agree("layout that was verified", self.options.layout, error)
+        for layout in tuple(self.backends):
+            try:
+                verify_layout(
+                    model,
+                    layout,
+                    backend=self.backends[layout],
+                    compute_dtype=self.options.compute_dtype,
+                    trained=self.trained,
+                )
+            except EvenstepError as found:
+                if self.options.layout != "auto" or layout == "padded":
+                    error = found
+                else:
+                    _log.warning("layout 'auto' leaves %s out: %s", layout, found)
+                    del self.backends[layout]
+        distributed.agree("layouts that were verified", " ".join(self.backends), error)
+        self.auto = self._auto_layout()
+
+    def _auto_layout(self) -> AutoLayout | None:
+        if self.options.layout != "auto":
+            return None
+        device = self.device.type
+        settings = self.model.config.to_dict()
+        return AutoLayout(
+            layouts=tuple(self.backends),
+            cost=cost_of_model(settings, device=device, is_sharded=self.is_sharded),
+            launch_tokens={layout: launch_tokens_of(used, device) for layout, used in self.backends.items()},
+        )
 
     def _adopt(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         unknown = sorted(set(options) - set(StepOptions.__slots__))
         if unknown:
             raise ConfigError(
+                f"{NO_CONTEXT_PARALLELISM if set(unknown) & {'cp', 'context_parallel_size'} else ''}"
                 f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}; it has: "
                 f"{', '.join(StepOptions.__slots__)}"
             )
@@ -129,23 +156,37 @@ class Scorer:
             )
         default: dict[str, Any] = {"loss": next(iter(VALUE_LOSSES))} if is_critic(model) else {}
         self.options = StepOptions(**(default | options))
-        problem = layout_problem(model.config.to_dict(), self.options.layout)
-        if problem is not None:
-            raise PlanError(f"layout {self.options.layout!r} must keep rows apart, and {problem}; use layout 'padded'")
         self.model = model
         self.trained: dict[str, nn.Parameter] = {}
-        self.backend: Backend | None = choose_backend(
-            model,
-            self.options.layout,
-            self.options.attention,
-            compute_dtype=self.options.compute_dtype,
-            is_trained=self._is_trainer,
-        )
+        # of each layout that may run: the backend of attention, None for the model's own
+        self.backends: dict[Layout, Backend | None] = {}
+        for layout in CHOICES if self.options.layout == "auto" else (self.options.layout,):
+            self._add_layout(layout)
         self.objective: Any = (ValueObjective if is_critic(model) else PolicyObjective)(self.options, model)
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32  # of per-token numbers
         self.is_sharded = distributed.is_sharded(model)
+
+    def _add_layout(self, layout: Layout) -> None:
+        """Find how the model does a layout; what it cannot do exactly is refused, or no choice of layout "auto"."""
+        options, is_auto = self.options, self.options.layout == "auto"
+        problem = layout_problem(self.model.config.to_dict(), layout)
+        if problem is not None:
+            if is_auto:
+                return
+            raise PlanError(f"layout {layout!r} must keep rows apart, and {problem}; use layout 'padded'")
+        try:
+            self.backends[layout] = choose_backend(
+                self.model,
+                layout,
+                "auto" if is_auto and layout == "padded" else options.attention,
+                compute_dtype=options.compute_dtype,
+                is_trained=self._is_trainer,
+            )
+        except ConfigError:
+            if not is_auto or layout == "packed":  # a backend that does not even pack is a wrong option
+                raise
 
     def prepare(
         self,
@@ -158,13 +199,13 @@ class Scorer:
 
         ``max_tokens_per_gpu`` replaces the budget of the options, for a pass without gradients that has more room.
         """
-        options = self.options
-        budget = options.max_tokens_per_gpu if max_tokens_per_gpu is None else max_tokens_per_gpu
         return prepare_window(
             rows,
             voters,
             num_ranks=distributed.rank_and_size()[1],
-            options=replace(options, max_tokens_per_gpu=budget),
+            options=self.options,
+            max_tokens_per_gpu=max_tokens_per_gpu,
+            auto=self.auto,
             # sharded ranks meet in every micro-batch, replicated ones once per window
             plan_sync="micro_batch" if self.is_sharded else "step",
             vocab_size=num_embeddings(self.model),
@@ -218,11 +259,16 @@ class Scorer:
                 f"a prepared window must have the settings of the {type(self).__name__} that runs it, found "
                 f"{window.settings} for {self.options.window_settings}; prepare it with this one"
             )
+        if window.plan.layout not in self.backends:
+            raise ConfigError(
+                f"a window was planned in layout {window.plan.layout!r}, which this {type(self).__name__}'s model does "
+                f"not do exactly; it does {', '.join(self.backends)}: prepare the window with this one"
+            )
         return window
 
     def _run_without_gradient(self, window: PreparedWindow, visit: Callable[[Cell, Any], None]) -> None:
         self.model.eval()
-        with torch.no_grad(), attention_for(self.model, self.backend):
+        with torch.no_grad(), attention_for(self.model, self.backends[window.plan.layout]):
             run_plan(window, lambda cell, _: visit(cell, self._forward(cell)), dtype=self.dtype, device=self.device)
 
     def _forward(self, cell: Cell) -> Any:
@@ -313,7 +359,7 @@ class Trainer(Scorer):
 
         # evaluation mode: no dropout in any pass; checkpointed layers recompute in training mode only
         self.model.train(self.options.activation_checkpointing)
-        with attention_for(self.model, self.backend):
+        with attention_for(self.model, self.backends[window.plan.layout]):
             run_plan(window, train, dtype=self.dtype, device=self.device)
         if not self.is_sharded:
             distributed.sum_gradients(self.parameters)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from evenstep.credit import count_window, row_weights
 from evenstep.errors import RowError
-from evenstep.plan import StepPlan, plan_step, shared_prefixes
+from evenstep.plan import StepPlan, plan_cheapest, plan_step, shared_prefixes
+from evenstep.train.auto_layout import AutoLayout
 from evenstep.train.options import StepOptions
 from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Int64Array, Row
 
@@ -23,6 +24,7 @@ class PreparedWindow:
     """What a rank needs to run its share of a window; R rows over all ranks."""
 
     plan: StepPlan
+    layout_reason: str | None  # of layout "auto": what each layout would have cost
     rows: Mapping[int, Row]  # plan index -> row; all rows, or those of one rank
     weights_R: Float64Array  # weight of each trained token of each row
     num_voters: int
@@ -51,8 +53,13 @@ def prepare_window(
     options: StepOptions,
     plan_sync: Literal["micro_batch", "step"],
     vocab_size: int,
+    auto: AutoLayout | None = None,
+    max_tokens_per_gpu: int | None = None,
 ) -> PreparedWindow:
     """Count, weigh and plan a window; a pure function of its arguments.
+
+    Layout "auto" is decided with ``auto`` under the budget of the options, so that all passes over a window decide
+    alike; ``max_tokens_per_gpu`` is the budget of this pass, None: that of the options.
 
     Raises:
         RowError: no rows, an id outside the vocabulary, or a per-token field that only some rows carry.
@@ -72,26 +79,43 @@ def prepare_window(
         constant=options.normaliser_constant,
         allow_row_splits=options.allow_row_splits,
     )
-    plan = plan_step(
-        [row.num_tokens for row in rows],
-        num_ranks=num_ranks,
-        max_tokens_per_gpu=options.max_tokens_per_gpu,
-        layout=options.layout,
-        row_ids=[row.row_id for row in rows],
-        rollout_ids=[row.rollout_id for row in rows],
-        group_ids=[row.group_id for row in rows],
-        micro_batch_rows=options.micro_batch_rows,
-        logprob_micro_batch_rows=options.logprob_micro_batch_rows,
-        pad_scope=options.pad_scope,
-        pad_to_multiple=options.pad_to_multiple,
-        bucket=options.bucket,
-        sync=plan_sync,
-        effort=options.effort,
-        prefixes=shared_prefixes(prefix_keys(rows)) if options.layout == "tree" else None,
-    )
+    lengths, layout, reason = [row.num_tokens for row in rows], options.layout, None
+    settings: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "row_ids": [row.row_id for row in rows],
+        "rollout_ids": [row.rollout_id for row in rows],
+        "group_ids": [row.group_id for row in rows],
+        "micro_batch_rows": options.micro_batch_rows,
+        "logprob_micro_batch_rows": options.logprob_micro_batch_rows,
+        "pad_scope": options.pad_scope,
+        "pad_to_multiple": options.pad_to_multiple,
+        "bucket": options.bucket,
+        "sync": plan_sync,
+        "effort": options.effort,
+    }
+    prefixes = shared_prefixes(prefix_keys(rows)) if layout in ("tree", "auto") else None
+    budget = options.max_tokens_per_gpu if max_tokens_per_gpu is None else max_tokens_per_gpu
+    plan: StepPlan | None = None
+    if layout == "auto":
+        assert auto is not None
+        settings["cost"] = auto.cost
+        choice = plan_cheapest(
+            lengths,
+            layouts=auto.layouts,
+            prefixes=prefixes,
+            launch_tokens=auto.launch_tokens,
+            max_tokens_per_gpu=options.max_tokens_per_gpu,
+            **settings,
+        )
+        layout, reason = choice.plan.layout, choice.reason
+        plan = choice.plan if budget == options.max_tokens_per_gpu else None
+    if plan is None:
+        prefixes = prefixes if layout == "tree" else None
+        plan = plan_step(lengths, windows=None, layout=layout, prefixes=prefixes, max_tokens_per_gpu=budget, **settings)
     segments = list(counts.rows_per_rollout.values())
     return PreparedWindow(
         plan=plan,
+        layout_reason=reason,
         rows=dict(enumerate(rows)),
         weights_R=weights_R,
         num_voters=counts.num_voters,

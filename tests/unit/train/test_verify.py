@@ -209,7 +209,7 @@ def test_wrong_options_and_optimizers_are_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ConfigError, match="no option 'normalizer'; it has: layout"):
         Trainer(model, optimizer, normalizer="token")
-    with pytest.raises(ConfigError, match="layout must be one of fixed, padded, packed, tree, found 'banana'"):
+    with pytest.raises(ConfigError, match="layout must be one of fixed, padded, packed, tree, auto, found 'banana'"):
         Trainer(model, optimizer, layout="banana")
     with pytest.raises(ConfigError, match=r"found (\d+) of \1 that are not among its \d+"):
         Trainer(model, torch.optim.SGD(tiny_model().parameters()))
