@@ -248,10 +248,10 @@ def test_checkpoints_hold_the_adapters_alone(tmp_path: Path, world_size: int, is
         for what, (ours, theirs) in found["pairs"].items():
             assert ours.keys() == theirs.keys() != set(), what
             assert all(torch.equal(ours[name], theirs[name]) for name in ours), what
-        weights = [name for name in found["names"] if name.startswith("model.")]
+        weights = [n for n in found["names"] if n.startswith("policy.") and not n.startswith("policy.optimizer.")]
         assert len(weights) == found["num_trained"]
         assert all(".lora_" in name for name in weights)
-        states = [name for name in found["names"] if name.startswith("optimizer.state.")]
+        states = [name for name in found["names"] if name.startswith("policy.optimizer.state.")]
         assert len(states) == 3 * found["num_trained"]
         assert all(".lora_" in name for name in states)
 

@@ -57,4 +57,4 @@ def test_hanging_rank_is_ended() -> None:
     start = time.monotonic()
     with pytest.raises(RanksError, match=r"(?s)rank 0 did not end.*in sleep_on_rank_0"):
         run_ranks(sleep_on_rank_0, 2, timeout_s=3)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
