@@ -144,7 +144,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ("train.betas=[0.9]", ["`train.betas` must have more values, found 1"]),
         ("train.betas=[0.9, 1.0]", ["train.betas[1] must be at least 0 and below 1, found 1.0"]),
         ("train.betas=[0.9, '1']", ["`train.betas[1]` must be a number"]),
-        ("plan.layout=pakced", ["must be 'fixed', 'padded', 'packed' or 'tree'", "did you mean 'packed'?"]),
+        ("plan.layout=pakced", ["must be 'fixed', 'padded', 'packed', 'tree' or 'auto'", "did you mean 'packed'?"]),
         ("credit.normaliser=mean", ["`credit.normaliser` must be 'token', 'rollout'", 'found "mean"']),
         ("model.dtype=bfloat16", ["`model.dtype` must be 'float32'"]),
     ],
