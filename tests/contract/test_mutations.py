@@ -16,6 +16,7 @@ import pytest
 
 import mutations_of_credit as credit
 import mutations_of_report as report
+import mutations_of_replay as replay
 import mutations_of_rollouts as rollouts
 import mutations_of_serving as serving
 import mutations_of_step as step
@@ -27,6 +28,7 @@ MUTATIONS = [
     *(*rollouts.WINDOWS, *rollouts.PLAN),
     *report.REPORT,
     *serving.SERVING,
+    *replay.REPLAY,
 ]
 HARMLESS = Mutation(
     name="harmless",

@@ -10,6 +10,7 @@ from evenstep import __version__
 from evenstep.cli import plan as plan_command
 from evenstep.cli.report import report
 from evenstep.cli.serve import serve
+from evenstep.cli.replay import replay
 from evenstep.cli.train import train
 
 __all__ = ["app", "main"]
@@ -25,6 +26,7 @@ app.command()(train)
 app.command()(report)
 app.command(epilog=plan_command.EPILOG)(plan_command.plan)
 app.command()(serve)
+app.command()(replay)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Sequence, Set
 
 import numpy as np
-import torch
 
 from evenstep.credit import zero_spread_groups
 from evenstep.types import Rollout, Window
 
-__all__ = ["METRIC_NAMES", "peak_memory_bytes", "rollout_metrics"]
+__all__ = ["METRIC_NAMES", "rollout_metrics"]
 
 # every window's line in metrics.jsonl has these, null where nothing was computed
 METRIC_NAMES = (
@@ -68,11 +65,3 @@ def rollout_metrics(
         # rollouts that begin with one policy and end with another
         "num_straddling": sum(len({call.weight_version for call in r.calls}) > 1 for r in rollouts),
     }
-
-
-def peak_memory_bytes() -> int:
-    """Most memory this process held so far: the allocator's on a GPU, resident pages otherwise."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -20,7 +20,8 @@ from evenstep.report.html_page import write_report
 from evenstep.train import distributed
 from evenstep.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from evenstep.train.collecting import Collector, Counters
-from evenstep.train.metrics import METRIC_NAMES, peak_memory_bytes, rollout_metrics
+from evenstep.train.memory import peak_memory_bytes
+from evenstep.train.metrics import METRIC_NAMES, rollout_metrics
 from evenstep.train.passes import WindowRows, credited, scored, ship
 from evenstep.train.run_folder import RunFolder
 from evenstep.train.schedule import learning_rate, set_learning_rate

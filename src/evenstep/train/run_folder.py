@@ -101,6 +101,19 @@ class RunFolder:
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         _append(self._metrics, record)
 
+    def read_index(self) -> list[Record]:
+        """A record for each closed collection, in order.
+
+        Raises:
+            FileFormatError: there is no such file, or a line of it is broken.
+        """
+        if not self._index.is_file():
+            raise FileFormatError(
+                f"{self.path}: a run folder was promised, the one that `evenstep train` wrote (run.dir), found no "
+                f"{self._index.name} in it; check the path"
+            )
+        return _read(self._index)
+
     def append_index(self, record: Mapping[str, Any]) -> None:
         _append(self._index, record)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from evenstep.train.step import Scorer, Trainer
 
 __all__ = ["Models", "load_models"]
 
+COPIES = ("sampler", "reference", "critic")
 EXPORT, EXPORT_ADAPTER, EXPORT_CRITIC = "model", "adapter", "critic"  # folders
 
 
@@ -79,8 +80,13 @@ class Models:
             export(folder / EXPORT_CRITIC, self.critic.model, self.tokenizer)
 
 
-def load_models(config: Config) -> Models:
+def load_models(config: Config, *, copies: Container[str] = COPIES) -> Models:
     """Load, adapt and shard the models that a configuration asks for.
+
+    Args:
+        config: of the run.
+        copies: which models beside the policy are made where the configuration needs them: ``sampler``, ``reference``,
+            ``critic``; the others are None.
 
     Raises:
         ConfigError, PlanError, DistributedError: see ``load_model``, ``add_lora``, ``Trainer``.
@@ -106,15 +112,15 @@ def load_models(config: Config) -> Models:
         )
     place(policy)  # type: ignore[arg-type]
     is_trained_while_read = (is_sharded or config.rollout.max_staleness > 0) and not config.engine.is_server
-    whole_copy = copy.deepcopy(policy) if is_trained_while_read else None
+    whole_copy = copy.deepcopy(policy) if is_trained_while_read and "sampler" in copies else None
     frozen_copy = critic = None
-    if train.kl_coef > 0 and not lora.rank:
+    if train.kl_coef > 0 and not lora.rank and "reference" in copies:
         reference, _ = load_model(config.model.path, dtype=dtype)
         reference.requires_grad_(False)
         if is_sharded:
             distributed.shard(reference)
         frozen_copy = Scorer(place(reference), **_plan_options(config))
-    if config.has_critic:
+    if config.has_critic and "critic" in copies:
         critic = _critic_trainer(config, place(load_critic(config.critic.path or config.model.path, dtype=dtype)))
     if is_sharded:
         distributed.shard(policy)

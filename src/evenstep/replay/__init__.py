@@ -1,0 +1,1 @@
+"""Frozen replay: recorded rollouts under several arms, what each costs, and proof that the gradient is the same."""
