@@ -239,6 +239,11 @@ class PlanSection(Section):
     )
     micro_batch_rows: int = Field(1, ge=1, description="rows of a micro-batch, layout `fixed` only")
     effort: Literal["default", "high"] = Field("default", description="how hard the planner searches")
+    memory_fit: Annotated[tuple[float, float, float, float], Field(strict=False)] | None = Field(
+        None,
+        description="as `evenstep tune` wrote it, a rank's peak memory: at least, fixed, per token, per token of a "
+        "chunk's logits, in bytes; each window's prediction is logged beside what was measured",
+    )
 
 
 class TrainSection(Section):

@@ -211,7 +211,10 @@ def check_command(command: str, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/config.md", "docs/replay.md"])
+@pytest.mark.parametrize(
+    "document",
+    [*("README.md", "CONTRIBUTING.md"), *("docs/config.md", "docs/plan_command.md", "docs/replay.md", "docs/tune.md")],
+)
 def test_commands_of_documents(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = commands(document)

@@ -12,6 +12,7 @@ from evenstep.cli.report import report
 from evenstep.cli.serve import serve
 from evenstep.cli.replay import replay
 from evenstep.cli.train import train
+from evenstep.cli.tune import tune
 
 __all__ = ["app", "main"]
 
@@ -27,6 +28,7 @@ app.command()(report)
 app.command(epilog=plan_command.EPILOG)(plan_command.plan)
 app.command()(serve)
 app.command()(replay)
+app.command()(tune)
 
 
 def _print_version(is_asked: bool) -> None:

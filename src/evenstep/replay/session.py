@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -382,14 +383,15 @@ def _run_of(folder: Path, ended: Ended, timeout_s: float) -> ArmRun:
     errors = read_errors(folder)
     # a rank that lost another one says so; the other one says why
     causes = [error for error in errors if "connection to another rank was lost" not in error["text"]]
-    killed = {rank: code for rank, code in ended.exit_codes.items() if code < 0}
+    # the launcher ends the other ranks with SIGTERM
+    own = {rank: code for rank, code in ended.exit_codes.items() if code != -signal.SIGTERM} or ended.exit_codes
     if causes:
         cause = causes[0]
         said = f"{step}: rank {cause['rank']}: {cause['type']}: {cause['text']}"
         return ArmRun(steps=steps, status="oom" if cause["is_oom"] else "crashed", reason=said)
-    first = min(killed or ended.exit_codes)
-    code = ended.exit_codes[first]
-    hint = ", as the system does when memory runs out" if code == -9 else ""
+    first = min(own, key=lambda rank: (own[rank] > 0, rank))
+    code = own[first]
+    hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
     how = f"signal {-code}{hint}" if code < 0 else f"exit code {code}"
     said = f"{step}: rank {first} {'was ended by' if code < 0 else 'ended with'} {how}"
     if "Fatal" in stacks.get(first, ""):

@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from evenstep.errors import DistributedError
 
-__all__ = ["RanksEnded", "default_ranks", "joined", "run_ranks"]
+__all__ = ["RanksEnded", "default_ranks", "has_gpu", "joined", "run_ranks"]
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # the longest wait for another rank: one may convert weights while the rest wait
 PARENT_POLL_S = 0.5
@@ -39,6 +39,11 @@ class RanksEnded:
 def default_ranks() -> int:
     """One rank per GPU; without a GPU two, or one where there is a single core."""
     return torch.cuda.device_count() or min(2, num_cores())
+
+
+def has_gpu() -> bool:
+    """Whether ranks will compute on GPUs."""
+    return torch.cuda.device_count() > 0
 
 
 def num_cores() -> int:

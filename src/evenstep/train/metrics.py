@@ -22,7 +22,7 @@ METRIC_NAMES = (
     *("kept_fraction", "kl_penalty_mean", "moe_balance"),
     *("num_realigned_tokens", "num_undeclared_breaks", "num_quarantined_calls"),
     *("critic_loss", "critic_grad_norm", "value_error", "value_clip_fraction", "explained_variance"),
-    *("staleness_max", "num_straddling", "tokens_per_second", "peak_memory_bytes"),
+    *("staleness_max", "num_straddling", "tokens_per_second", "peak_memory_bytes", "predicted_memory_bytes"),
     *("seconds_generate", "seconds_score", "seconds_train"),
 )
 

@@ -145,7 +145,7 @@ class _Arm:
         """Rows of the windows with the credit that the run gave them; what a model had to score is scored once."""
         config = self.config
         self.watch.renew()
-        found = [WindowRows.of(window) for window in windows]
+        found = [WindowRows.of(window, config.rollout.on_undeclared) for window in windows]
         path = Path(self.launch.scored) / f"collection_{collection}.npz"
         if config.has_scoring_pass and self.is_reference:
             result = scored(found if self.rank == 0 else None, self.models, config)

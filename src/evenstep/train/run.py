@@ -28,6 +28,7 @@ from evenstep.train.schedule import learning_rate, set_learning_rate
 from evenstep.train.setup import load_models
 from evenstep.train.step import StepOutcome, StepResult
 from evenstep.train.window import PreparedWindow
+from evenstep.tune.fit import MemoryFit
 from evenstep.types import Window
 
 __all__ = ["run_training"]
@@ -260,10 +261,23 @@ class _Run:
             "epoch": window.epoch,
             "tokens_per_second": num_tokens / seconds,
             "peak_memory_bytes": peak_memory_bytes(),
+            "predicted_memory_bytes": self._predicted_bytes(prepared),
         }
         self.files.append_metrics(line)
         if self.reporter:
             self.reporter.window(line)
+
+    def _predicted_bytes(self, prepared: PreparedWindow | None) -> float | None:
+        """What the largest micro-batch needs by the fit of ``evenstep tune``."""
+        fit = self.config.plan.memory_fit
+        if fit is None or prepared is None:
+            return None
+        least, fixed, per_token, per_logit_token = fit
+        known = MemoryFit(
+            least_bytes=least, fixed_bytes=fixed, bytes_per_token=per_token, bytes_per_logit_token=per_logit_token
+        )
+        chunk = self.config.train.logprob_chunk_tokens
+        return known.peak_bytes(prepared.plan.stats.max_footprint, chunk_tokens=chunk)
 
     # --- evaluation, state ----------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class RunFolder:
                 f"{self.path}: a run folder was promised, the one that `evenstep train` wrote (run.dir), found no "
                 f"{self._index.name} in it; check the path"
             )
-        return _read(self._index)
+        return read_records(self._index)[0]
 
     def append_index(self, record: Mapping[str, Any]) -> None:
         _append(self._index, record)

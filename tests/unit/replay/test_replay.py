@@ -157,12 +157,12 @@ def test_equal_arms_and_a_wrong_normaliser(tmp_path: Path) -> None:
         ("lose_row", "lost_rows", "of 7 rows exactly once; not g"),
         ("crash", "crashed", "in step 1: rank 1: RuntimeError: the arm broke"),
         ("oom", "oom", "in step 1: rank 1: OutOfMemoryError: not enough"),
-        ("hang", "hung", "in step 1: no progress in 2 s; "),
+        ("hang", "hung", "in step 1: no progress in 20 s; "),
     ],
 )
 def test_faults_are_results(tmp_path: Path, kind: str, status: str, reason: str) -> None:
     fault = Fault(arm="padded", rank=1, kind=kind)
-    timeout = {"step_timeout_s": 2.0} if kind == "hang" else {}
+    timeout = {"step_timeout_s": 20.0} if kind == "hang" else {}
     result, said = run(options(tmp_path, "fixed", "padded", "packed", **timeout), fault)
     arm = result["arms"]["padded"]
     assert (arm["status"], arm["passed"]) == (status, False)
@@ -204,7 +204,7 @@ def test_a_first_arm_that_crashes_later(tmp_path: Path) -> None:
     # compared as far as there is something to compare with
     assert ["gradient_relative_difference" in step["against"]["reference"] for step in packed["steps"]] == [
         True,
-        True,
+        False,
         False,
     ]
     assert "the first arm, fixed, did not finish" in said
