@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import pytest
 
 import mutations_of_credit as credit
-import mutations_of_report as report
 import mutations_of_replay as replay
+import mutations_of_report as report
 import mutations_of_rollouts as rollouts
 import mutations_of_serving as serving
 import mutations_of_step as step

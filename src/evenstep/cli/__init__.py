@@ -8,9 +8,9 @@ import typer
 
 from evenstep import __version__
 from evenstep.cli import plan as plan_command
+from evenstep.cli.replay import replay
 from evenstep.cli.report import report
 from evenstep.cli.serve import serve
-from evenstep.cli.replay import replay
 from evenstep.cli.train import train
 from evenstep.cli.tune import tune
 
