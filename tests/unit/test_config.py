@@ -354,7 +354,7 @@ def test_resolved_text_has_every_key_with_a_value(base: Path) -> None:
         "sequence_mask",
         "kl_estimator",
     }
-    absent |= {"timeout_s", "python", "api_key_variable"}
+    absent |= {"timeout_s", "python", "api_key_variable", "memory_fit"}
     assert {name for _, name in known_keys() if f"\n{name} = " not in text} == absent
     assert "keep_last = 2" in text
     assert "min_entries = 3" in text
