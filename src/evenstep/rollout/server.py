@@ -94,6 +94,8 @@ class _Server:
     problem: str | None = None  # why it is given up
     recovery: asyncio.Task[None] | None = None
     probe: Probe | None = None  # accepted at the present weights
+    check: asyncio.Task[str] | None = None  # of the stamp, asked already
+    next_check: asyncio.Task[str] | None = None  # not asked yet
 
 
 class ServerEngine:
@@ -272,7 +274,7 @@ class ServerEngine:
                 server.num_in_flight += 1
                 try:
                     answer = await self._answer(server, request.prompt_ids, request.sampling, max_tokens)
-                    if await self._api.stamp(server.connection) != stamp:
+                    if await self._stamp_after(server) != stamp:
                         raise UnavailableError("its weights are not those that it was given: it was started again")
                 except UnavailableError as error:
                     reason, is_timeout = str(error), error.is_timeout
@@ -301,6 +303,20 @@ class ServerEngine:
                         f"disk, go on with --resume"
                     )
                 await asyncio.sleep(min(FIRST_DELAY_S * 2**failures, MAX_DELAY_S))
+
+    async def _stamp_after(self, server: _Server) -> str:
+        """A server's stamp, asked for after this moment; one question is for all calls that end before it."""
+        if server.next_check is None:
+            server.next_check = asyncio.create_task(self._asked_stamp(server, server.check))
+            # those who wait for it may all be gone
+            server.next_check.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(server.next_check)
+
+    async def _asked_stamp(self, server: _Server, before: asyncio.Task[str] | None) -> str:
+        if before is not None:
+            await asyncio.wait([before])
+        server.check, server.next_check = server.next_check, None
+        return await self._api.stamp(server.connection)
 
     def _max_tokens(self, request: Request) -> int:
         num_prompt_tokens, most = len(request.prompt_ids), self.max_context_tokens

@@ -144,8 +144,8 @@ def _explanation(
             "train.compute_dtype, or widen engine.probe_tolerance"
         )
     return (
-        "it probably serves another model, computes in half precision, or has code for this model that leaves something "
-        "out (a bias, for example): compare its --model and --dtype with model.path and engine.dtype"
+        "it probably serves another model, computes in half precision, or has code for this model that leaves "
+        "something out (a bias, for example): compare its --model and --dtype with model.path and engine.dtype"
     )
 
 
