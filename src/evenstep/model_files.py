@@ -21,6 +21,7 @@ __all__ = [
     "max_context_tokens",
     "model_folder",
     "model_settings",
+    "rotary_limit",
 ]
 
 PACKAGED = "evenstep:"
@@ -170,10 +171,41 @@ def layout_problem(settings: Mapping[str, Any], layout: str) -> str | None:
     model_type = (text if isinstance(text, Mapping) and "model_type" in text else settings).get("model_type")
     if model_type in STATEFUL_MODEL_TYPES:
         return f"layers of model type {model_type!r} carry a state from one row into the next"
-    unknown = sorted(set(settings.get("layer_types") or ()) - ATTENTION_LAYER_TYPES)
+    parts = [part for part in (settings, text) if isinstance(part, Mapping)]
+    types = {kind for part in parts for kind in part.get("layer_types") or ()}
+    unknown = sorted(types - ATTENTION_LAYER_TYPES)
     if unknown:
         return f"layers of type {', '.join(unknown)} cannot be told where a row ends"
     return None
+
+
+def rotary_limit(settings: Mapping[str, Any]) -> tuple[str, int] | None:
+    """(kind, positions) where rotary angles depend on the longest row of a micro-batch once it has more positions.
+
+    Kind ``longrope`` has one set of angles up to there and another one beyond; ``dynamic`` one for each length, and
+    those of a longer micro-batch stay in use for the next ones.
+
+    >>> rotary_limit({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
+    ('dynamic', 2048)
+    >>> rotary_limit({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "yarn"}}) is None
+    True
+    """
+    found: list[tuple[str, int]] = []
+    for part in (settings, settings.get("text_config")):
+        rope = (part.get("rope_parameters") or part.get("rope_scaling")) if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or not isinstance(rope, Mapping):
+            continue
+        # one for all layers, or one for each type of layer
+        for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):
+            kind = each.get("rope_type", each.get("type"))
+            limit = part.get("max_position_embeddings")
+            if kind == "longrope":
+                limit = each.get(
+                    "original_max_position_embeddings", part.get("original_max_position_embeddings", limit)
+                )
+            if kind in ("dynamic", "longrope") and isinstance(limit, int):
+                found.append((kind, limit))
+    return min(found, key=lambda each: each[1]) if found else None
 
 
 def balance_problem(settings: Mapping[str, Any]) -> str | None:

@@ -225,10 +225,11 @@ def choose_backend(
 
 
 def _flex_problem(model: PreTrainedModel, parameter: Tensor, is_trained: bool) -> str | None:
-    config = model.config.get_text_config()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not parameter.is_cuda:
         return "has no backward pass on a CPU" if is_trained else None
+    # as written down: a model whose layers differ refuses to name one number for all of them
+    config: dict[str, Any] = model.config.get_text_config().to_dict()
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if parameter.dtype == torch.float64:
         return "does not compute in float64"
     if not has_triton():

@@ -23,6 +23,7 @@ from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Int64Array, Row
 __all__ = ["FILLER_TOKENS", "Cell", "collate"]
 
 FILLER_TOKENS = 2  # tokens of an inert filler row
+TAIL = 64  # tokens of a node of padding, or more where rows are longer
 PAD_ID = 0  # never looked at: lengths and masks are carried
 
 
@@ -190,11 +191,17 @@ def _as_trie(ids: list[Int64Array], keys: list[Int64Array], multiple: int, width
 
 
 def _with_tail(nodes: list[Node], num_tokens: int) -> Int64Array:
-    """Padding for so many tokens; what the rows leave of it becomes a node of its own, which nothing sees."""
+    """Padding for so many tokens; what the rows leave of it becomes nodes of their own, which nothing sees.
+
+    They are no longer than the rows, or ``TAIL``: padding stays within the positions that a model knows, and attention
+    over it costs what tokens do, not their square.
+    """
     size = nodes[-1].stop
-    if num_tokens > size:
-        nodes.append(Node(size, num_tokens, num_tokens, 0))
-    return np.full(num_tokens, PAD_ID, dtype=np.int64)
+    most = max(TAIL, *(node.depth + node.stop - node.start for node in nodes))
+    for start in range(size, num_tokens, most):
+        stop = min(start + most, num_tokens)
+        nodes.append(Node(start, stop, stop, 0))
+    return np.full(max(num_tokens, size), PAD_ID, dtype=np.int64)
 
 
 def _round_up(length: int, multiple: int) -> int:

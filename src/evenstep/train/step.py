@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evenstep.errors import ConfigError, EvenstepError, NumericsError, PlanError, RowError, StateError
-from evenstep.model_files import layout_problem
+from evenstep.model_files import layout_problem, rotary_limit
 from evenstep.plan import StepPlan
 from evenstep.plan.choose import CHOICES
 from evenstep.plan.footprint import Layout
@@ -129,6 +129,7 @@ class Scorer:
                     del self.backends[layout]
         distributed.agree("layouts that were verified", " ".join(self.backends), error)
         self.auto = self._auto_layout()
+        self._rotary_limit = rotary_limit(model.config.to_dict())
 
     def _auto_layout(self) -> AutoLayout | None:
         if self.options.layout != "auto":
@@ -206,6 +207,7 @@ class Scorer:
             options=self.options,
             max_tokens_per_gpu=max_tokens_per_gpu,
             auto=self.auto,
+            rotary_limit=self._rotary_limit,
             # sharded ranks meet in every micro-batch, replicated ones once per window
             plan_sync="micro_batch" if self.is_sharded else "step",
             vocab_size=num_embeddings(self.model),

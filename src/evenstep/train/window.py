@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from evenstep.credit import count_window, row_weights
-from evenstep.errors import RowError
+from evenstep.errors import PlanError, RowError
 from evenstep.plan import StepPlan, plan_cheapest, plan_step, shared_prefixes
 from evenstep.train.auto_layout import AutoLayout
 from evenstep.train.options import StepOptions
@@ -55,15 +55,18 @@ def prepare_window(
     vocab_size: int,
     auto: AutoLayout | None = None,
     max_tokens_per_gpu: int | None = None,
+    rotary_limit: tuple[str, int] | None = None,
 ) -> PreparedWindow:
     """Count, weigh and plan a window; a pure function of its arguments.
 
     Layout "auto" is decided with ``auto`` under the budget of the options, so that all passes over a window decide
     alike; ``max_tokens_per_gpu`` is the budget of this pass, None: that of the options.
+    ``rotary_limit``: see ``evenstep.model_files.rotary_limit``.
 
     Raises:
         RowError: no rows, an id outside the vocabulary, or a per-token field that only some rows carry.
-        CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``.
+        CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``; a micro-batch in which rotary
+            angles of one row would depend on another one's length, or on padding.
     """
     if not rows:
         raise RowError(
@@ -112,6 +115,8 @@ def prepare_window(
     if plan is None:
         prefixes = prefixes if layout == "tree" else None
         plan = plan_step(lengths, windows=None, layout=layout, prefixes=prefixes, max_tokens_per_gpu=budget, **settings)
+    if rotary_limit is not None:
+        _require_own_angles(plan, rows, *rotary_limit)
     segments = list(counts.rows_per_rollout.values())
     return PreparedWindow(
         plan=plan,
@@ -147,6 +152,30 @@ def _require_vocabulary(rows: Sequence[Row], vocab_size: int) -> None:
                 f"row {row.row_id!r}: token id {row.token_ids.max()} is outside the model's vocabulary of "
                 f"{vocab_size}; use the tokenizer that belongs to the model"
             )
+
+
+def _require_own_angles(plan: StepPlan, rows: Sequence[Row], kind: str, limit: int) -> None:
+    for rank, cells in enumerate(plan.cells):
+        for k, cell in enumerate(cells):
+            lengths = [rows[index].num_tokens for index in cell]
+            longest = max(lengths, default=0)
+            positions = longest
+            if plan.layout == "packed":  # padding behind each row; what is behind the last one is no longer than a row
+                positions = -(-longest // plan.multiple) * plan.multiple
+            elif plan.layout != "tree" and longest:
+                positions = plan.padded_width(longest)
+            # beyond the limit longrope has one set of angles, whatever the length
+            wrong = [n for n in lengths if kind == "dynamic" or n <= limit]
+            if positions > limit and wrong:
+                row = rows[cell[lengths.index(wrong[0])]]
+                fix = "keep rows within it, or load the model with another rope_type (yarn, linear)"
+                if kind == "longrope":
+                    fix += ", or run each row alone: layout 'fixed', micro_batch_rows 1, pad_to_multiple 1"
+                raise PlanError(
+                    f"rope_type {kind!r} has rotary angles that depend on the longest row of a micro-batch beyond "
+                    f"{limit} positions, found {positions} in micro-batch {k} of rank {rank}, with row "
+                    f"{row.row_id!r} of {row.num_tokens} tokens: it would not have the log-probs it has alone; {fix}"
+                )
 
 
 def _all_or_none(rows: Sequence[Row], name: str) -> bool:

@@ -27,6 +27,10 @@ def test_python_blocks_run(document: str) -> None:
         "model": tiny_model(dtype=torch.float32),
         "lengths": [5, 9, 3],
         "my_rank": 7,
+        "data_parallel_size": 2,
+        "data_parallel_rank": 1,
+        "context_parallel_size": 2,
+        "pipeline_parallel_size": 2,
         "forward": lambda rows: weight * len(rows),
         "forward_filler": lambda: weight * 1.0,
     }
