@@ -37,6 +37,8 @@ class Supervised:
     seconds: float = 0.0  # that its calls have taken so far, without what they waited for the model
     _limit: asyncio.Timeout | None = None  # of the call that runs
     _num_waiting: int = 0  # questions to the model that it waits for
+    _waits_since: float = 0.0  # the first of them was asked
+    _left_s: float | None = None  # of the limit at that time
     _waited_s: float = 0.0
 
     @contextmanager
@@ -46,13 +48,13 @@ class Supervised:
         Raises:
             RuntimeError: no call of the environment runs, so nobody waits.
         """
-        limit, started, loop = self._limit, time.monotonic(), asyncio.get_running_loop()
+        limit, loop = self._limit, asyncio.get_running_loop()
         if limit is None:
             raise RuntimeError("a model is asked within reset, step or score, found a question from outside of them")
-        is_first = self._num_waiting == 0
-        when = limit.when()
-        left_s = None if when is None else when - loop.time()
-        if is_first:
+        if self._num_waiting == 0:
+            when = limit.when()
+            self._left_s = None if when is None else when - loop.time()
+            self._waits_since = time.monotonic()
             limit.reschedule(None)
         self._num_waiting += 1
         try:
@@ -60,9 +62,9 @@ class Supervised:
         finally:
             self._num_waiting -= 1
             if self._num_waiting == 0:
-                self._waited_s += time.monotonic() - started
-            if self._num_waiting == 0 and self._limit is limit and left_s is not None:
-                limit.reschedule(loop.time() + left_s)
+                self._waited_s += time.monotonic() - self._waits_since
+            if self._num_waiting == 0 and self._limit is limit and self._left_s is not None:
+                limit.reschedule(loop.time() + self._left_s)
 
     async def reset(self) -> Start:
         start = await self._within_limits("reset", self.environment.reset())

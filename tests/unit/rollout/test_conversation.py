@@ -175,6 +175,16 @@ def test_only_the_environments_own_time_counts() -> None:
     assert "step_timeout_s = 0.1" in str(rollout.status_reason)
     assert time.monotonic() - started < 10
 
+    async def ask_at_once_and_hang(env: Asking) -> None:
+        await asyncio.gather(*(env.converse().ask(text) for text in "xyz"))
+        await asyncio.sleep(60)
+
+    started = time.monotonic()
+    rollout = asyncio.run(play(Asking(in_step=ask_at_once_and_hang), Slow("A"), step_timeout_s=0.1))
+    assert rollout.status == "failed"
+    assert "step_timeout_s = 0.1 seconds; it was stopped" in str(rollout.status_reason)
+    assert time.monotonic() - started < 10
+
     async def ask_and_block(env: Asking) -> None:
         await env.converse().ask("x")
         time.sleep(0.15)
