@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -238,10 +239,15 @@ def _engine_problems(config: Config) -> list[str]:
         if len({str(value).rstrip("/") for value in values}) < len(values):
             problems.append(f"engine.{name} must name each server once, found {list(values)}; remove the double one")
     for url in engine.urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.path not in ("", "/"):
+        shown = repr(re.sub("//[^/]*@", "//…@", url))
+        if "@" in url:  # addresses are shown in messages and kept in the run's folder
             problems.append(
-                f"engine.urls must hold addresses of servers without a path, found {url!r}; for example "
+                f"engine.urls must hold addresses without a user or password, found {shown}; leave it out, and name "
+                f"the environment variable that holds the key in engine.api_key_variable"
+            )
+        elif not _is_server_address(url):
+            problems.append(
+                f"engine.urls must hold addresses of servers without a path, found {shown}; for example "
                 f"http://127.0.0.1:8000"
             )
     if given := _given(config.rollout, ("generation_batch_rollouts",)):
@@ -250,6 +256,16 @@ def _engine_problems(config: Config) -> list[str]:
             f"engine.max_concurrent instead"
         )
     return problems
+
+
+def _is_server_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for one that there is not
+    except ValueError:
+        return False
+    has_more = parts.query or parts.fragment or parts.path not in ("", "/")
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not has_more and url == url.strip()
 
 
 def _plan_problems(plan: PlanSection) -> list[str]:

@@ -118,6 +118,12 @@ def check_engine(config: Config) -> None:
             f"engine.api_key_variable names the environment variable {variable}, found that it is not set; export it, "
             f"or leave the key out"
         )
+    key = os.environ.get(variable, "") if variable is not None else ""
+    if not key.isascii() or not key.isprintable() or key != key.strip():
+        raise ConfigError(
+            f"engine.api_key_variable must name a key of printable ASCII characters without spaces around it, found "
+            f"another in {variable}; was a line break or a quotation mark copied with it?"
+        )
     if not engine.launch:
         return
     from evenstep.rollout.server_process import port_problem, vllm_module

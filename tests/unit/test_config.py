@@ -234,6 +234,9 @@ def test_missing_keys_are_listed_together() -> None:
         (["engine.kind=vllm", "engine.urls=['http://h:1', 'http://h:1/']"], ["engine.urls must name each server once"]),
         (["engine.kind=vllm", "engine.urls=['h:1']"], ["addresses of servers without a path, found 'h:1'"]),
         (["engine.kind=vllm", "engine.urls=['http://h:1/v1']"], ["without a path, found 'http://h:1/v1'"]),
+        (["engine.kind=vllm", "engine.urls=['http://h:99999']"], ["without a path, found 'http://h:99999'"]),
+        (["engine.kind=vllm", "engine.urls=['http://[::1:1']"], ["without a path, found 'http://[::1:1'"]),
+        (["engine.kind=vllm", "engine.urls=['http://me:pw@h:1']"], ["without a user or password, found 'http://…@h:1'"]),
         (
             ["engine.kind=vllm", "engine.launch=true", "engine.python=p", "engine.api_key_variable=K"],
             ["engine.api_key_variable belongs to servers in engine.urls"],
@@ -310,7 +313,11 @@ def test_auto_is_detached_exactly_where_the_ratio_is_one(base: Path, overrides: 
         ["train.sequence_mask=[0, 1.1]", "train.importance_cap=2.0"],
         ["lora.rank=4", "lora.alpha=8"],
         ["train.sharding=fsdp2", "train.sync=each"],
-        ["engine.kind=sglang", "engine.urls=['http://h:1', 'https://h:2/']", "engine.api_key_variable=K"],
+        [
+            "engine.kind=sglang",
+            "engine.urls=['http://h:1', 'https://h:2/', 'http://[::1]:8000']",
+            "engine.api_key_variable=K",
+        ],
         ["engine.kind=vllm", "engine.launch=true", "engine.python=p", "engine.ports=[1, 2]"],
     ],
     ids=str,

@@ -205,6 +205,11 @@ def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     served = {"kind": "vllm", "urls": ["http://127.0.0.1:1"], "api_key_variable": "KEY_OF_TESTS"}
     with pytest.raises(ConfigError, match="KEY_OF_TESTS, found that it is not set"):
         check_engine(config(**served))
+    for key in ("sk-secret\n", " sk-secret", "sk-secrét", "sk\rsecret"):
+        monkeypatch.setenv("KEY_OF_TESTS", key)
+        with pytest.raises(ConfigError, match=r"printable ASCII .* another in KEY_OF_TESTS") as refused:
+            check_engine(config(**served))
+        assert "secr" not in str(refused.value)
     monkeypatch.setenv("KEY_OF_TESTS", "k")
     check_engine(config(**served))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
