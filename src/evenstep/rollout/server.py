@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -41,6 +42,7 @@ __all__ = ["PROBE_TOKENS", "Expected", "Probe", "ServerEngine", "ServerOptions"]
 T = TypeVar("T")
 PREFIX = "evenstep"  # of a stamp: evenstep:run:version:nonce
 MAX_TIMEOUTS = 3  # of one call
+CLOSE_S = 5.0  # that the end of a run waits for what is under way
 WATCH_S = 1.0  # between looks at servers that nobody asks
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # of the back-off
 MAX_GROUPS = 4096  # whose server is remembered
@@ -222,9 +224,11 @@ class ServerEngine:
     async def _close(self) -> None:
         tasks = [server.recovery for server in self._servers if server.recovery is not None]
         tasks += [self._watcher] if self._watcher is not None else []
+        tasks += [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and task not in tasks]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:  # one may be telling a server that hangs to go on
+            await asyncio.wait(tasks, timeout=CLOSE_S)
         await self._client.aclose()
 
     def _server_at(self, url: str) -> _Server:
@@ -266,8 +270,9 @@ class ServerEngine:
         max_tokens = self._max_tokens(request)
         async with self._slots:
             failures, num_timeouts, first_failure = 0, 0, 0.0
+            tried: set[str] = set()  # without an answer
             while True:
-                server = await self._chosen(request.group_id)
+                server = await self._chosen(request.group_id, tried)
                 # nothing is awaited between here and there, so the version is the one that answers
                 version, stamp = self._version, server.stamp
                 self._num_in_flight += 1
@@ -290,6 +295,9 @@ class ServerEngine:
                     server.num_in_flight -= 1
                     await self._tell()
                 self._lost(server, reason)
+                # one that hangs may call itself healthy at once: as long as others are up, it is their turn
+                tried.add(server.connection.url)
+                self._groups.pop(request.group_id, None)
                 failures += 1
                 num_timeouts += is_timeout
                 first_failure = first_failure or time.monotonic()
@@ -346,16 +354,19 @@ class ServerEngine:
             timeout_s=self._options.request_timeout_s,
         )
 
-    async def _chosen(self, group_id: str) -> _Server:
-        """A server that answers: that of the group, else the least busy one; waits until there is one."""
+    async def _chosen(self, group_id: str, tried: Set[str]) -> _Server:
+        """A server that answers: that of the group, else the least busy one; waits until there is one.
+
+        Those that this call was ``tried`` on come last.
+        """
         while True:
             if not self._is_held:
                 up = [server for server in self._servers if server.is_up]
                 server = self._groups.get(group_id)
-                if server is not None and server.is_up:
+                if server is not None and server.is_up and server.connection.url not in tried:
                     return server
                 if up:
-                    server = min(up, key=lambda one: one.num_in_flight)
+                    server = min(up, key=lambda one: (one.connection.url in tried, one.num_in_flight))
                     if group_id:
                         while len(self._groups) >= MAX_GROUPS:
                             del self._groups[next(iter(self._groups))]
@@ -386,6 +397,8 @@ class ServerEngine:
 
     async def _update(self, folder: Path, version: int, prompt_ids: tuple[int, ...]) -> list[Probe]:
         self._folder, self._version = folder, version
+        # one that was waited for in vain is not waited for at every step from then on
+        given_up = {server.connection.url for server in self._servers if server.problem is not None}
         for server in self._servers:
             server.problem = server.probe = None
 
@@ -398,7 +411,7 @@ class ServerEngine:
             found.append(await self._probed(server, prompt_ids))
 
         found: list[Probe] = []
-        works = (self._recovered(server, load) for server in self._servers)
+        works = (self._recovered(one, load, is_once=one.connection.url in given_up) for one in self._servers)
         errors = await asyncio.gather(*works, return_exceptions=True)
         for error in errors:
             if error is not None and not isinstance(error, UnavailableError):
@@ -408,7 +421,24 @@ class ServerEngine:
                 server.problem = f"the server at {server.connection.url} is not there: {error}"
                 self._say(f"{server.connection.url} gets no weights of version {version}: {error}")
         self._refuse_without_servers()
+        await self._refuse_one_server_twice()
         return found
+
+    async def _refuse_one_server_twice(self) -> None:
+        """Two addresses of one server would take its weights for those of another run, each after the other."""
+        for server in self._servers:
+            if server.problem is not None:
+                continue
+            try:
+                stamp = await self._api.stamp(server.connection)
+            except UnavailableError:
+                continue  # a call will find out
+            others = [one.connection.url for one in self._servers if one is not server and one.stamp == stamp]
+            if others:
+                raise EngineError(
+                    f"engine.urls must name each server once, found that {server.connection.url} and {others[0]} lead "
+                    f"to the same one; remove one of them"
+                )
 
     async def _load(self, server: _Server) -> None:
         stamp = f"{PREFIX}:{self._run}:{self._version}:{uuid4().hex[:8]}"
@@ -473,6 +503,8 @@ class ServerEngine:
             )
         except EngineError as error:
             server.problem = str(error)
+        except Exception as error:  # noqa: BLE001 -- calls wait for it: whatever it is, they must hear of it
+            server.problem = f"the server at {url} cannot be brought back: {type(error).__name__}: {error}"
         finally:
             server.recovery = None
             await self._tell()
@@ -500,17 +532,19 @@ class ServerEngine:
             again = await self._probed(server, server.probe.prompt_ids)
             _compare_probes(server.probe, again, tolerance=self._options.expected.probe_tolerance)
 
-    async def _recovered(self, server: _Server, work: Callable[[_Server], Coroutine[Any, Any, None]]) -> None:
+    async def _recovered(
+        self, server: _Server, work: Callable[[_Server], Coroutine[Any, Any, None]], *, is_once: bool = False
+    ) -> None:
         """Do ``work``, again with growing pauses while the server is unavailable, up to the limit."""
         started, delay = time.monotonic(), FIRST_DELAY_S
         while True:
             try:
                 await work(server)
             except UnavailableError:
-                if time.monotonic() - started > self._options.reconnect_limit_s:
-                    raise
                 if self._restart is not None:
                     await asyncio.to_thread(self._restart, server.connection.url)
+                if is_once or time.monotonic() - started > self._options.reconnect_limit_s:
+                    raise
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, MAX_DELAY_S)
             else:
@@ -573,8 +607,10 @@ def _compare_probes(before: Probe, after: Probe, *, tolerance: float) -> None:
     ids = zip(before.output_ids, after.output_ids, strict=True)
     # from the first different id on, the log-probs are of different contexts
     num_equal = next((at for at, (a, b) in enumerate(ids) if a != b), len(before.output_ids))
-    worst = max((abs(a - b) for a, b in zip(before.logprobs[:num_equal], after.logprobs, strict=False)), default=1.0)
-    if worst > tolerance:
+    pairs = zip(before.logprobs[:num_equal], after.logprobs, strict=False)
+    # a NaN is no number that agrees, and max() may pass it over
+    worst = max((abs(a - b) if isfinite(b) else inf for a, b in pairs), default=inf)
+    if not worst <= tolerance:
         raise EngineError(
             f"the server at {after.url} was started again and must answer the probe as before with the same weights, "
             f"found {num_equal} equal ids of {len(before.output_ids)} and log-probs that differ by {worst:.3g}; start "

@@ -6,6 +6,7 @@ wrong step and not a wrong answer.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ SAMPLED_MODES = ("processed_logprobs",)  # log-probs of the distribution sampled
 RAW_MODES = ("raw_logprobs",)  # the same at temperature 1 alone
 TOKENIZER_TEXT = "The 3 quick foxes jump: 12 + 345 = 357."
 UNAVAILABLE = (502, 503, 504)
+RESUME_S = 30.0
+CONNECT_S = 10.0  # most seconds until a server takes a connection
 
 
 class UnavailableError(Exception):
@@ -72,9 +75,10 @@ class Connection:
 
     async def check_health(self) -> None:
         """Raise an UnavailableError, or what the server has against being asked."""
-        response = await self._send("GET", "/health", None, 10.0)
-        if response.status_code != 200 and response.status_code not in (401, 403, 404):
-            raise UnavailableError(f"GET /health answered {response.status_code}")
+        status = (await self._send("GET", "/health", None, 10.0)).status_code
+        # the others are refused by the next call, with the reason
+        if status != 200 and status not in (401, 403, 404) and not 300 <= status < 400:
+            raise UnavailableError(f"GET /health answered {status}")
 
     async def is_healthy(self) -> bool:
         try:
@@ -86,6 +90,11 @@ class Connection:
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         response = await self._send(method, path, body, timeout_s)
         status = response.status_code
+        if 300 <= status < 400:  # followed, it would take ids and the key to a place that nobody named
+            raise EngineError(
+                f"the server at {self.url} must answer {method} {path} itself, found status {status} to "
+                f"{response.headers.get('location', 'another place')}; put the address that serves into engine.urls"
+            )
         if status in UNAVAILABLE:
             raise UnavailableError(f"{method} {path} answered {status}: {_short(response.text)}")
         if status >= 500 and not await self.is_healthy():
@@ -106,11 +115,16 @@ class Connection:
             ) from error
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> httpx.Response:
+        # httpx counts from byte to byte, and an answer that drips would never end
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
         try:
-            return await self._client.request(
-                method, self.url + path, json=None if body is None else dict(body), timeout=timeout_s
-            )
-        except httpx.TimeoutException as error:
+            async with asyncio.timeout(timeout_s):
+                return await self._client.request(
+                    method, self.url + path, json=None if body is None else dict(body), timeout=timeout
+                )
+        except httpx.ConnectTimeout as error:  # nothing was asked: a machine that is off, not a call that is too long
+            raise UnavailableError(f"{method} {path}: no connection within {timeout.connect:g} seconds") from error
+        except (httpx.TimeoutException, TimeoutError) as error:
             reason = f"{method} {path}: no answer within {timeout_s:g} seconds"
             raise UnavailableError(reason, is_timeout=True) from error
         except (httpx.TransportError, httpx.StreamError) as error:
@@ -270,7 +284,7 @@ class VllmApi:
                 )
             await server.post("/update_weight_version", {"new_version": stamp}, timeout_s=timeout_s)
         finally:
-            await server.post("/resume", timeout_s=timeout_s)
+            await server.post("/resume", timeout_s=min(timeout_s, RESUME_S))  # also where the run is being ended
 
 
 class SglangApi:

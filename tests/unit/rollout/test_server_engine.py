@@ -7,27 +7,33 @@
 5. while weights change no call is in flight, and each call's version is that of the weights that answered it
 6. every answer that may not be trained on is refused with what is wrong: ids, log-probs, lengths, stops, prompts
 7. a server that is not what the policy needs is refused before the first call
-8. when no server comes back within the limit, calls end with an error that says so
+8. when no server comes back within the limit, calls end with an error that says so; so do they when one cannot be
+   started again; one that was given up is waited for no more; a call that hangs goes to another server
+9. redirects are not followed; time limits are of whole answers; one server by two names is refused; the end waits for
+   nobody; a server that comes back must answer the probe as before, in numbers
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.server
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 
 from evenstep.errors import EngineError
 from evenstep.rollout.engine import Completion, Request
-from evenstep.rollout.server import Expected, ServerEngine, ServerOptions
-from evenstep.rollout.server_api import TOKENIZER_TEXT
+from evenstep.rollout.server import Expected, Probe, ServerEngine, ServerOptions, _compare_probes
+from evenstep.rollout.server_api import TOKENIZER_TEXT, Connection, UnavailableError
 from evenstep.types import Sampling
 from scripted_server import ScriptedServer, Table
 
@@ -54,7 +60,7 @@ def options(*urls: str, kind: str = "vllm", **changes: Any) -> ServerOptions:
 @contextlib.contextmanager
 def engine_of(tmp_path: Path, *urls: str, version: int = 0, **changes: Any) -> Iterator[ServerEngine]:
     """An engine whose servers have the weights of a version."""
-    of_engine = {name: changes.pop(name) for name in ("notice", "is_owner", "run") if name in changes}
+    of_engine = {name: changes.pop(name) for name in ("notice", "is_owner", "run", "restart") if name in changes}
     engine = ServerEngine(options(*urls, **changes), **of_engine)
     try:
         engine.connect()
@@ -231,6 +237,142 @@ def test_a_call_that_hangs(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match=r"engine\.request_timeout_s = 0\.3 .*no answer within 0\.3 seconds"):
             call(engine, seed=2)
         server.faults.clear()
+
+
+def test_a_call_that_hangs_goes_to_another_server(tmp_path: Path) -> None:
+    one, two = ScriptedServer(), ScriptedServer()
+    with one, two, engine_of(tmp_path, one.url, two.url, request_timeout_s=0.5, reconnect_limit_s=60.0) as engine:
+        groups = [request(3, 5, seed=g, group_id=f"g{g}") for g in range(4)]
+        before = calls(engine, groups)
+        one.faults["hang"] = -1  # and it calls itself healthy
+        assert calls(engine, groups) == before
+        one.faults.clear()
+
+
+class _Odd(http.server.BaseHTTPRequestHandler):
+    """Sends everybody elsewhere, or answers a byte at a time."""
+
+    drips = False
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.drips else 307)
+        self.send_header("Location", "https://elsewhere.example/")
+        self.send_header("Content-Length", "40" if self.drips else "0")
+        self.end_headers()
+        for _ in range(40 if self.drips else 0):
+            self.wfile.write(b" ")
+            self.wfile.flush()
+            time.sleep(0.2)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def odd_server(*, drips: bool) -> Iterator[str]:
+    handler = type("Handler", (_Odd,), {"drips": drips})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_redirect_is_not_followed() -> None:
+    with odd_server(drips=False) as url:
+        engine = ServerEngine(options(url, reconnect_limit_s=60.0))
+        try:
+            started = time.monotonic()
+            with pytest.raises(EngineError, match=r"itself, found status 307 to https://elsewhere\.example/"):
+                engine.connect()
+            assert time.monotonic() - started < 10
+        finally:
+            engine.close()
+
+
+def test_an_answer_that_drips_ends_with_its_time() -> None:
+    async def ask(url: str) -> None:
+        async with httpx.AsyncClient() as client:
+            await Connection(client, url).post("/v1/completions", {}, timeout_s=0.5)
+
+    with odd_server(drips=True) as url:
+        started = time.monotonic()
+        with pytest.raises(UnavailableError, match=r"no answer within 0\.5 seconds") as found:
+            asyncio.run(ask(url))
+        assert found.value.is_timeout
+        assert time.monotonic() - started < 4
+
+
+def test_a_restart_that_fails_is_heard_of(tmp_path: Path) -> None:
+    def restart(url: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    server = ScriptedServer()
+    with server, engine_of(tmp_path, server.url, restart=restart) as engine:
+        server.__exit__()
+
+        async def in_time() -> Completion:
+            return await asyncio.wait_for(engine.generate(request()), 10)
+
+        with pytest.raises(EngineError, match=r"cannot be brought back: OSError: .*No space left"):
+            asyncio.run(in_time())
+
+
+def test_one_server_by_two_names(tmp_path: Path) -> None:
+    with ScriptedServer() as server:
+        message = r"must name each server once, found that http://127\.0\.0\.1:\d+ and http://localhost:\d+ lead"
+        other = server.url.replace("127.0.0.1", "localhost")
+        with pytest.raises(EngineError, match=message), engine_of(tmp_path, server.url, other):
+            pass
+
+
+def test_a_server_that_was_given_up_is_waited_for_no_more(tmp_path: Path) -> None:
+    one, two = ScriptedServer(), ScriptedServer()
+    with one, two, engine_of(tmp_path, one.url, two.url, reconnect_limit_s=3.0) as engine:
+        two.__exit__()
+        started = time.monotonic()
+        update(engine, tmp_path, 1)
+        assert time.monotonic() - started > 2.5
+        started = time.monotonic()
+        update(engine, tmp_path, 2)
+        assert time.monotonic() - started < 2
+        assert list(engine.stamps()) == [one.url]
+
+
+def test_the_end_waits_for_no_call(tmp_path: Path) -> None:
+    ended: list[BaseException] = []
+
+    def wait(engine: ServerEngine) -> None:
+        try:
+            call(engine)
+        except BaseException as error:  # noqa: BLE001 -- it is what the test asks for
+            ended.append(error)
+
+    with ScriptedServer() as server, engine_of(tmp_path, server.url, request_timeout_s=60.0) as engine:
+        server.faults["hang"] = 1
+        caller = threading.Thread(target=wait, args=(engine,))
+        caller.start()
+        while "hang" in server.faults:
+            time.sleep(0.01)
+        started = time.monotonic()
+        engine.close()
+        caller.join(timeout=10)
+        assert time.monotonic() - started < 8
+        assert [type(error) for error in ended] == [asyncio.CancelledError]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3.0])
+def test_a_server_that_comes_back_otherwise(value: float) -> None:
+    before = Probe(url="u", prompt_ids=(1,), output_ids=(2, 3), logprobs=(-0.5, -1.0))
+    _compare_probes(before, before, tolerance=1e-3)
+    after = replace(before, logprobs=(-0.5, value))
+    with pytest.raises(EngineError, match=r"must answer the probe as before .* 2 equal ids of 2"):
+        _compare_probes(before, after, tolerance=1e-3)
+    with pytest.raises(EngineError, match=r"0 equal ids of 2"):
+        _compare_probes(before, replace(before, output_ids=(4, 3)), tolerance=1e-3)
 
 
 def test_a_follower_waits_for_the_owner(tmp_path: Path) -> None:
