@@ -63,6 +63,7 @@ class InProcessEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_context_tokens = max_context_tokens
         self.weight_version = weight_version
+        self._is_closed = False
         self._lock = threading.Lock()  # held by a batch, and by whoever changes the weights
         self._cache_argument = cache_argument(model)
 
@@ -78,6 +79,10 @@ class InProcessEngine:
         """
         with self._lock:
             yield
+
+    def close(self) -> None:
+        """Generate no more; a batch that runs in another thread ends with an error after its next token."""
+        self._is_closed = True
 
     async def generate(self, request: Request) -> Completion:
         """Serve one request as a batch of one row."""
@@ -134,6 +139,8 @@ class InProcessEngine:
         ids_BT, mask_BT, positions_BT = _left_padded([request.prompt_ids for request in requests], device)
         cache = DynamicCache(config=self._model.config)
         for step in range(max(max_new_tokens)):
+            if self._is_closed:
+                raise EngineError("the engine was closed while it generated; what is finished is on disk")
             logits_BV = self._forward(ids_BT, mask_BT, positions_BT, cache)
             u_B = torch.tensor([uniforms[row][min(step, max_new_tokens[row] - 1)] for row in rows], dtype=torch.float64)
             tokens_B, logprobs_B = _sample(logits_BV, temperatures_B[rows], u_B.to(device))

@@ -32,6 +32,8 @@ from evenstep.types import Collection, Rollout, Window
 
 __all__ = ["Collector", "Counters"]
 
+STOP_S = 10.0  # that the end of a run waits for a generation that nobody needs any more
+
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
@@ -71,6 +73,7 @@ class Collector:
         self._config, self._files, self._notice = config, files, notice
         self._rank, self._num_ranks = distributed.rank_and_size()
         self._ahead: _Ahead | None = None
+        self._generation: Ahead[_Share] | None = None  # the newest, ahead or not
         # groups of the last collection that stand in for dropped ones
         self.replaced: frozenset[str] = frozenset()
         self._compaction = compaction_named(config.compaction.policy, **config.compaction.options)
@@ -184,8 +187,10 @@ class Collector:
         return result | evaluation_of([rollout for part in parts for rollout in part.rollouts]).to_json()
 
     def close(self) -> None:
-        """End what was started to generate."""
+        """End what was started to generate, and a generation that is under way."""
         self._source.close()
+        if self._generation is not None:
+            self._generation.stop(within_s=STOP_S)
 
     # --- generation -----------------------------------------------------------------------------------------------
 
@@ -232,7 +237,8 @@ class Collector:
 
     def _start(self, slots: tuple[Slot, ...], counters: Counters) -> _Ahead:
         self._update_weights(counters)
-        return _Ahead(slots, Ahead(self._generate(slots)))
+        self._generation = Ahead(self._generate(slots))
+        return _Ahead(slots, self._generation)
 
     async def _generate(self, slots: Sequence[Slot]) -> _Share:
         work = partial(

@@ -80,7 +80,7 @@ class InProcessPolicyEngine:
             self.engine.weight_version = version
 
     def close(self) -> None:
-        pass
+        self.engine.close()
 
 
 class ServerPolicyEngine:

@@ -9,6 +9,7 @@
 6. The weights can be trained afterwards: mode restored, gradients flow, nothing cached goes stale.
 7. Requests that cannot be served as asked are refused by name.
 8. Weights change between two batches, never within one, and their version with them.
+9. An engine that is closed ends the batch that runs in another thread.
 """
 
 import asyncio
@@ -204,3 +205,25 @@ def test_weights_and_version_change_between_two_batches(model):
         engine.weight_version = 7
     generation.join(timeout=30)
     assert [completion.weight_version for completion in found] == [7]
+
+
+def test_a_closed_engine_ends_its_batch(model, monkeypatch):
+    engine = engine_of(model)
+    seed = next(s for s in range(50) if len(one_output(model, s)) > 4)
+    forward, num_forwards = InProcessEngine._forward, 0
+
+    def counted(self, *args):
+        nonlocal num_forwards
+        num_forwards += 1
+        if num_forwards == 2:
+            engine.close()
+        return forward(self, *args)
+
+    monkeypatch.setattr(InProcessEngine, "_forward", counted)
+    with pytest.raises(EngineError, match="was closed while it generated"):
+        engine.generate_batch([request((3,), seed=seed)])
+    assert num_forwards == 2
+
+
+def one_output(model, seed):
+    return engine_of(model).generate_batch([request((3,), seed=seed)])[0].output_ids
