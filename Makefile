@@ -19,7 +19,7 @@ demo: $(VENV)/.train
 	$(BIN)/evenstep train examples/ledger.toml --run-dir $(RUN_DIR) $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
