@@ -308,7 +308,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     try:
         _write(Path(path), [text.encode()])
     except OSError as error:
-        raise FileFormatError(f"{path}: cannot be written ({error.strerror}); make the folder first") from None
+        raise FileFormatError(f"{path}: cannot be written ({error.strerror}); make the folder or free space") from None
 
 
 def _write(path: Path, lines: Iterable[bytes]) -> None:

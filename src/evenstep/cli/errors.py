@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,15 +14,18 @@ from evenstep.errors import EvenstepError
 __all__ = ["USER_ERROR", "short_errors"]
 
 USER_ERROR = 2  # exit code of an error that evenstep raised on purpose
+OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @contextmanager
 def short_errors(*, debug: bool) -> Iterator[None]:
-    """Print an ``EvenstepError`` as one red message and exit with code 2; with ``debug`` let it through."""
+    """Print an ``EvenstepError``, or what a disk refuses, as one red message and exit with code 2; with ``debug`` let
+    it through.
+    """
     try:
         yield
-    except EvenstepError as error:
-        if debug:
+    except (EvenstepError, OSError) as error:
+        if debug or (isinstance(error, OSError) and error.errno not in OF_THE_DISK):
             raise
         rank = os.environ.get("RANK", "0")
         typer.secho(f"{'error' if rank == '0' else f'error on rank {rank}'}: {error}", fg=typer.colors.RED, err=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -17,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from evenstep.config import Config
 from evenstep.errors import ConfigError
+from evenstep.files import write_text
 from evenstep.replay.arms import arm_config
 from evenstep.replay.measures import ArmRun, first_deviation, measured_noise, noise_floor, problem_of, summary
 from evenstep.replay.recorded import read_recording
@@ -114,13 +114,7 @@ def replay(options: ReplayOptions, *, run_ranks: Callable[..., Ended], progress:
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """Write a replay's result; it appears under its name only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(result, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_text(path, json.dumps(result, indent=1) + "\n")
 
 
 def _check(options: ReplayOptions) -> None:

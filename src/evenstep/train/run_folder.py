@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from evenstep.errors import ConfigError, FileFormatError
-from evenstep.files import read_rollouts, write_rollouts
+from evenstep.files import read_rollouts, write_rollouts, write_text
 from evenstep.plan import StepPlan
 from evenstep.types import Rollout, Row
 
@@ -60,7 +61,7 @@ class RunFolder:
         """Make the folder, or go back to where ``window`` and ``collection`` begin; the evaluations made till then."""
         for folder in (self.rollouts, self.plans, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        _write(self.path / "config.toml", config)
+        write_text(self.path / "config.toml", config)
         _keep(self._index, lambda record: record["collection"] < collection)
         kept = _keep(self._metrics, lambda record: _is_before(record, window))
         return [record for record in kept if "eval_reward_mean" in record]
@@ -96,7 +97,7 @@ class RunFolder:
             }
             for row in rows
         ]
-        _write(self.plans / f"window_{window:06d}.json", json.dumps(plan.to_dict() | {"rows": described}))
+        write_text(self.plans / f"window_{window:06d}.json", json.dumps(plan.to_dict() | {"rows": described}))
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         _append(self._metrics, record)
@@ -134,18 +135,14 @@ def _locked(file: IO[str]) -> bool:
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.rename(path)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _keep(path: Path, is_kept: Callable[[Record], bool]) -> list[Record]:
     """Drop the lines of what is going to be done again; written aside, then renamed."""
     kept = [record for record in read_records(path)[0] if is_kept(record)] if path.exists() else []
-    _write(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
 
 
