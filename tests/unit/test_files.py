@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -382,3 +384,40 @@ def test_an_id_is_written_once(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"field `rollout_id`: must be unique in the file, found 'r' twice"):
         write_rollouts(path, [rollout, rollout])
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, name: str) -> None:
+    resource = pytest.importorskip("resource")
+
+    def text(num_bytes: int) -> str:
+        return random.Random(0).randbytes(num_bytes).hex()
+
+    path = tmp_path / name
+    first, second = (
+        Rollout(
+            rollout_id=name,
+            group_id="g",
+            prompt_id="p",
+            calls=(),
+            reward=1.0,
+            info={"x": random.Random(0).randbytes(n).hex()},
+        )
+        for name, n in (("first", 1), ("second", 20_000))
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with RolloutWriter(path) as writer:
+        writer.append([first])
+        before = path.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 1000, hard))
+        try:
+            for _ in range(2):
+                with pytest.raises(OSError, match="too large"):
+                    writer.append([second])
+                assert path.read_bytes() == before
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        writer.append([second])
+    assert [rollout.rollout_id for rollout in read_rollouts(path)] == ["first", "second"]

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -23,7 +24,18 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 KEY_VARIABLE = "EVENSTEP_ADMIN_KEY"
+ENGINE_KEY_VARIABLE = "EVENSTEP_ENGINE_KEY"
 MIN_KEY_LENGTH = 16
+# what errors about servers call by a configuration's key is an option here
+OPTIONS_OF_KEYS = {
+    "engine.reconnect_limit_s = ": "",
+    "engine.urls": "--engine-url",
+    "engine.kind": "--engine-kind",
+    "model.max_context_tokens": "--max-context-tokens",
+    "model.path": "MODEL",
+    "rollout.temperature": "--temperature",
+    "name the environment variable that holds its key in engine.api_key_variable": f"set {ENGINE_KEY_VARIABLE}",
+}
 
 
 def serve(
@@ -53,6 +65,7 @@ def serve(
         int, typer.Option(min=1, help="Sampled tokens of a rollout; at so many it is truncated.")
     ] = 65536,
     max_concurrent_calls: Annotated[int, typer.Option(min=1, help="Calls at a time, all rollouts together.")] = 64,
+    max_concurrent_calls_per_rollout: Annotated[int, typer.Option(min=1, help="Calls at a time of one rollout.")] = 16,
     max_open_rollouts: Annotated[int, typer.Option(min=1, help="Rollouts that have not ended.")] = 4096,
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="Most bytes of a request's body.")] = 4 * 2**20,
     rollout_timeout: Annotated[
@@ -61,7 +74,18 @@ def serve(
     on_undeclared: Annotated[
         str, typer.Option(help="A prompt that rewrites the history without a reason: error, segment or realign.")
     ] = "error",
-    batch_rows: Annotated[int, typer.Option(min=1, help="Calls that are generated in one batch.")] = 32,
+    batch_rows: Annotated[
+        int, typer.Option(min=1, help="Calls that are generated in one batch, in this process.")
+    ] = 32,
+    engine_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help=f"A server that has MODEL's weights and generates; may be given again for more of them. MODEL then "
+            f"needs no weights. Its key is taken from ${ENGINE_KEY_VARIABLE}.",
+        ),
+    ] = None,
+    engine_kind: Annotated[str, typer.Option(help="What --engine-url is: vllm or sglang.")] = "vllm",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Show prompts and answers in the log.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -103,8 +127,9 @@ def serve(
             raise ConfigError(
                 f"--on-undeclared must be one of {', '.join(get_args(OnUndeclared))}, found {on_undeclared!r}"
             )
+        urls = _engine_urls(engine_url or [], engine_kind)
         admin_key = _admin_key(host, is_open=is_open, key_file=key_file)
-        most = most_of(model_settings(model))
+        most = most_of(model_settings(model, needs_weights=not urls))
         if max_context_tokens is None and most is None:
             raise ConfigError(f"{model} does not say how many tokens it was made for; give --max-context-tokens")
         if max_context_tokens is not None and most is not None and max_context_tokens > most:
@@ -121,16 +146,26 @@ def serve(
             max_segments=max_segments,
             max_sampled_tokens=max_sampled_tokens,
             max_concurrent_calls=max_concurrent_calls,
+            max_concurrent_calls_per_rollout=max_concurrent_calls_per_rollout,
             timeout_s=rollout_timeout,
         )
-        listener = bound_socket(host, port)  # before the model is loaded, which takes a while
         context = cast(int, max_context_tokens or most)
-        capture = _capture(
-            model, limits, context, temperature, cast("OnUndeclared", on_undeclared), batch_rows=batch_rows
-        )
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
         options = {"max_body_bytes": max_body_bytes, "logs_prompts": log_prompts}
-        asyncio.run(_serve(capture, listener, out, admin_key, is_open, max_open_rollouts, options))
+        with ExitStack() as stack:
+            listener = stack.enter_context(closing(bound_socket(host, port)))  # before a model is loaded
+            capture = _capture(
+                stack,
+                model,
+                limits,
+                context,
+                temperature,
+                cast("OnUndeclared", on_undeclared),
+                batch_rows=batch_rows,
+                urls=urls,
+                engine_kind=engine_kind,
+            )
+            logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+            asyncio.run(_serve(capture, listener, out, admin_key, is_open, max_open_rollouts, options))
 
 
 def _admin_key(host: str, *, is_open: bool, key_file: Path | None) -> str | None:
@@ -172,16 +207,75 @@ def _admin_key(host: str, *, is_open: bool, key_file: Path | None) -> str | None
     return key
 
 
+def _engine_urls(urls: list[str], kind: str) -> tuple[str, ...]:
+    """Addresses of servers.
+
+    Raises:
+        ConfigError: one of them is none, the kind is not known, or the package that asks them is missing.
+    """
+    from urllib.parse import urlsplit
+
+    from evenstep.errors import ConfigError
+    from evenstep.preflight import check_engine_packages
+
+    if kind not in ("vllm", "sglang"):
+        raise ConfigError(f"--engine-kind must be vllm or sglang, found {kind!r}")
+    urls = [url.rstrip("/") for url in urls]
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            is_one = is_one and not parts.query and not parts.fragment and parts.username is None
+        except ValueError:
+            is_one = False
+        if not is_one:
+            raise ConfigError(f"--engine-url must be like http://127.0.0.1:8000, without key or query, found {url!r}")
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"--engine-url must name each server once, found {' '.join(urls)}")
+    if urls:
+        check_engine_packages()
+    return tuple(urls)
+
+
 def _capture(
-    model: str, limits: Any, context: int, temperature: float, on_undeclared: OnUndeclared, *, batch_rows: int
+    stack: ExitStack,
+    model: str,
+    limits: Any,
+    context: int,
+    temperature: float,
+    on_undeclared: OnUndeclared,
+    *,
+    batch_rows: int,
+    urls: tuple[str, ...],
+    engine_kind: str,
 ) -> Any:
-    """An engine in this process, and what rollouts share."""
+    """An engine, in this process or on servers, and what rollouts share."""
+    from evenstep.errors import EngineError
     from evenstep.serve.batches import in_background
     from evenstep.serve.captured import Capture
     from evenstep.serve.tool_calls import tool_family
-    from evenstep.train.serving import load_engine
+    from evenstep.train.serving import connect_engine, load_engine
 
-    loaded = load_engine(model, max_context_tokens=context)
+    if urls:
+        try:
+            loaded = connect_engine(
+                model,
+                urls,
+                kind=engine_kind,
+                max_context_tokens=context,
+                temperature=temperature,
+                max_concurrent=limits.max_concurrent_calls,
+                api_key=os.environ.get(ENGINE_KEY_VARIABLE) or None,
+                notice=lambda text: typer.echo(text, err=True),
+            )
+        except EngineError as error:
+            text = str(error)
+            for key, option in OPTIONS_OF_KEYS.items():
+                text = text.replace(key, option)
+            raise EngineError(text) from error
+    else:
+        loaded = load_engine(model, max_context_tokens=context)
+    stack.callback(loaded.close)
     return Capture(
         engine=in_background(loaded.engine, max_rows=batch_rows),
         tokenizer=loaded.tokenizer,
@@ -193,6 +287,31 @@ def _capture(
         on_undeclared=on_undeclared,
         tool_family=tool_family(str(loaded.tokenizer.chat_template or "")),
     )
+
+
+def _lock(out: Path) -> int | None:
+    """Take the file for this process alone, so that no other server appends to it or repairs its end.
+
+    Raises:
+        ConfigError: another one has it.
+    """
+    from evenstep.errors import ConfigError
+
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    number = os.open(out, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(number)
+        raise ConfigError(
+            f"--out must be a file of this server alone, found that another process appends to {out}; name another file"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return number
 
 
 async def _serve(
@@ -212,6 +331,7 @@ async def _serve(
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    lock = _lock(out)  # held until the process ends
     used: frozenset[str] = frozenset()
     if out.exists():
         used = frozenset(rollout.rollout_id for rollout in read_rollouts(out, allow_truncated_tail=True))
@@ -231,4 +351,6 @@ async def _serve(
             elif admin_key is not None and not os.environ.get(KEY_VARIABLE):
                 typer.echo(f"Admin key: {admin_key}", err=True)
             await stop.wait()
+    if lock is not None:
+        os.close(lock)
     typer.echo("Stopped; rollouts without a reward were written as failed.", err=True)

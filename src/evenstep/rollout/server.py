@@ -57,7 +57,7 @@ class Expected:
     vocab_size: int
     stop_token_ids: frozenset[int]
     temperature: float  # that rollouts are sampled at
-    dtype: str
+    dtype: str | None  # None: any
     probe_tolerance: float = 1e-3  # nats
     tokenizer_ids: tuple[int, ...] | None = None  # the policy's ids of TOKENIZER_TEXT; None is not compared
 
@@ -128,6 +128,7 @@ class ServerEngine:
         self._version, self._folder = 0, Path()
         self._groups: dict[str, _Server] = {}
         self._is_held, self._num_in_flight = True, 0
+        self._is_adopted = False  # the servers' weights are their own and stay
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
@@ -196,6 +197,17 @@ class ServerEngine:
     def release(self, version: int, stamps: Mapping[str, str]) -> None:
         """Go on, with the weights that these stamps stand for; servers without one are left out."""
         self._wait_for(self._release(version, dict(stamps)))
+
+    def adopt(self) -> None:
+        """Serve the weights that the servers have, as they are; after ``connect``, in place of ``update``.
+
+        A server that comes back must have the same ones. One that stays away is waited for without end; meanwhile calls
+        fail after the limit.
+
+        Raises:
+            EngineError: a server does not say what it has.
+        """
+        self._wait_for(self._adopt())
 
     def close(self) -> None:
         """End the connections and the thread; the servers stay as they are."""
@@ -468,6 +480,21 @@ class ServerEngine:
         self._is_held = False
         await self._tell()
 
+    async def _adopt(self) -> None:
+        self._is_adopted = True
+
+        async def look(server: _Server) -> None:
+            server.stamp = await self._api.stamp(server.connection)
+
+        for server in self._servers:
+            try:
+                await self._recovered(server, look)
+            except UnavailableError as error:
+                raise EngineError(
+                    f"the server at {server.connection.url} must say what weights it has, found {error}"
+                ) from error
+        await self._release(self._version, {server.connection.url: server.stamp for server in self._servers})
+
     # --- servers that come and go ---------------------------------------------------------------------------------
 
     def _lost(self, server: _Server, reason: str) -> None:
@@ -492,15 +519,20 @@ class ServerEngine:
                 raise
 
         try:
-            await self._recovered(server, restored)
-            server.is_up = True
+            while not server.is_up:
+                try:
+                    await self._recovered(server, restored)
+                    server.is_up, server.problem = True, None
+                except UnavailableError as error:
+                    server.problem = (
+                        f"the server at {url} did not come back within engine.reconnect_limit_s = "
+                        f"{self._options.reconnect_limit_s:g} seconds: {error} (first: {reason})"
+                    )
+                    if not self._is_adopted:
+                        return
+                    await self._tell()
             if is_said or server.stamp != stamp:
                 self._say(f"{url} is back after {time.monotonic() - started:.1f} s, with weights {self._version}")
-        except UnavailableError as error:
-            server.problem = (
-                f"the server at {url} did not come back within engine.reconnect_limit_s = "
-                f"{self._options.reconnect_limit_s:g} seconds: {error} (first: {reason})"
-            )
         except EngineError as error:
             server.problem = str(error)
         except Exception as error:  # noqa: BLE001 -- calls wait for it: whatever it is, they must hear of it
@@ -513,6 +545,14 @@ class ServerEngine:
         """Find a server with the weights that it was given, or give them to it again."""
         await server.connection.check_health()
         found = await self._api.stamp(server.connection)
+        if self._is_adopted:
+            if found != server.stamp:
+                raise EngineError(
+                    f"the server at {server.connection.url} must keep the weights that it had, {server.stamp!r}, found "
+                    f"{found!r}; start what stands before it again"
+                )
+            await self._inspect(server)  # it may have been started on another model
+            return
         if found == server.stamp:
             return
         is_ours = found.startswith(f"{PREFIX}:{self._run}:{self._version}:")
@@ -591,7 +631,7 @@ def _check_facts(url: str, facts: ServerFacts, expected: Expected) -> None:
             f"= {expected.temperature:g}, found --logprobs-mode {mode}; start it with --logprobs-mode "
             f"processed_logprobs"
         )
-    if facts.dtype is not None and facts.dtype != expected.dtype:
+    if facts.dtype is not None and expected.dtype is not None and facts.dtype != expected.dtype:
         raise EngineError(
             f"the server at {url} must compute in engine.dtype = {expected.dtype!r}, found {facts.dtype!r}; start it "
             f"with --dtype {expected.dtype}, or set engine.dtype (and a wider engine.probe_tolerance)"

@@ -72,7 +72,7 @@ def make_app(registry: Registry, *, max_body_bytes: int = MAX_BODY_BYTES, logs_p
                     "which rollout? name it in the path, /r/<rollout>/v1, or by the API key",
                     code="unknown_rollout",
                 )
-            return registry.named(caller.key)
+            return registry.named(caller.key, begins=request.method == "POST")
         if caller.owned is None:
             raise RefusedError(
                 403, "this key makes rollouts (POST /rollouts); use the key of one", code="not_a_rollout_key"
@@ -81,7 +81,7 @@ def make_app(registry: Registry, *, max_body_bytes: int = MAX_BODY_BYTES, logs_p
 
     def by_path(request: Request, rollout: Annotated[str, Path()]) -> CapturedRollout:
         if registry.is_open:
-            return registry.named(rollout)
+            return registry.named(rollout, begins=request.method == "POST")
         owned = cast(Caller, request.state.caller).owned
         if owned is None or owned[0] != rollout:  # one's own alone: of others not even whether they are there
             raise RefusedError(404, "there is no such rollout", code="unknown_rollout")

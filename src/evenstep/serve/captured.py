@@ -20,6 +20,7 @@ from evenstep.rollout.seeds import mixed_seed
 from evenstep.rollout.segments import segmentation_of
 from evenstep.serve.conversation import Conversations, Message, ToolTokenizer
 from evenstep.serve.history import Answer, History, Turn
+from evenstep.serve.log import log_event
 from evenstep.serve.refusals import RefusedError
 from evenstep.serve.schemas import (
     ChatBody,
@@ -50,10 +51,14 @@ class CaptureLimits:
     max_segments: int = 16  # of a rollout; with more it is truncated
     max_sampled_tokens: int | None = None  # of a rollout; at so many it is truncated
     max_concurrent_calls: int = 64  # of all rollouts together
+    max_concurrent_calls_per_rollout: int = 16
     timeout_s: float = 3600.0  # from a rollout's first moment to its reward
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens_per_call", "max_calls", "max_segments", "max_sampled_tokens", "max_concurrent_calls"):
+        for name in (
+            "max_tokens_per_call", "max_calls", "max_segments", "max_sampled_tokens", "max_concurrent_calls",
+            "max_concurrent_calls_per_rollout",
+        ):  # fmt: skip
             value: int | None = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, found {value}")
@@ -122,6 +127,7 @@ class CapturedRollout:
         self._orders = itertools.count()
         self._declared: BreakReason | None = None
         self._num_breaks = 0
+        self._num_running = 0  # calls that the engine is asked now
         self._limit_reason: str | None = None
         self._summary: dict[str, Any] | None = None  # once the tokens are let go
 
@@ -232,6 +238,7 @@ class CapturedRollout:
         if is_break:
             self._declared = None
         self._capture.num_running += body.n
+        self._num_running += body.n
         try:
             answers = await self._answers(body, turns, reason)
             if is_gone is not None and await is_gone():
@@ -240,10 +247,12 @@ class CapturedRollout:
             # never recorded: nobody saw these outputs
             self._history.forget(turns)
             self._num_breaks -= is_break
-            self._declared = self._declared or declared
+            if is_break:
+                self._declared = self._declared or declared
             raise
         finally:
             self._capture.num_running -= body.n
+            self._num_running -= body.n
         self._check_running()
         for one, answer in zip(turns, answers, strict=True):
             one.answer = answer
@@ -279,6 +288,7 @@ class CapturedRollout:
             error = errors.exceptions[0]
             assert isinstance(error, EvenstepError)
             self.engine_error = error
+            log_event("engine_failed", rollout=identity.rollout_id, error=str(error))
             if capture.on_engine_error is not None:
                 capture.on_engine_error(error)
             raise RefusedError(503, "the engine failed; the server's log says how", code="engine_failed") from error
@@ -352,18 +362,21 @@ class CapturedRollout:
         self._check_running()
         refuse_other_distributions(body, self._capture.temperature)
         limits = self._capture.limits
-        if body.n > limits.max_concurrent_calls:
+        most, mine = limits.max_concurrent_calls, limits.max_concurrent_calls_per_rollout
+        if body.n > min(most, mine):
             raise RefusedError(
                 400,
-                f"n must be at most {limits.max_concurrent_calls}, the calls that may run at a time, found {body.n}",
+                f"n must be at most {min(most, mine)}, the calls that may run at a time, found {body.n}",
                 code="invalid_value",
                 param="n",
             )
-        if self._capture.num_running + body.n > limits.max_concurrent_calls:
+        if self._num_running + body.n > mine:
             raise RefusedError(
-                429,
-                f"at most {limits.max_concurrent_calls} calls run at a time, all rollouts together; try again",
-                code="too_many_calls",
+                429, f"at most {mine} calls of a rollout run at a time; try again", code="too_many_calls"
+            )
+        if self._capture.num_running + body.n > most:
+            raise RefusedError(
+                429, f"at most {most} calls run at a time, all rollouts together; try again", code="too_many_calls"
             )
         if len(self._history.turns) + body.n > limits.max_calls:
             raise self._over_limit(f"max_calls = {limits.max_calls} calls are made")

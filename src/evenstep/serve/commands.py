@@ -115,6 +115,7 @@ class CommandPlayer:
                 max_calls=options.max_calls,
                 max_segments=options.max_segments,
                 max_concurrent_calls=1024,  # all of them are this user's own
+                max_concurrent_calls_per_rollout=1024,
                 timeout_s=2 * self.agent.timeout_s,  # a program is stopped before
             ),
             temperature=self.trained_temperature,

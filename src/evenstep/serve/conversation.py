@@ -76,7 +76,7 @@ def _compared(call: ToolCall) -> tuple[str, str]:
 def _object(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from evenstep.serve.captured import CapturedRollout
 from evenstep.serve.refusals import RefusedError
@@ -23,7 +24,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 PUBLIC = ("/health", "/openapi.json")
 BODY_TIMEOUT_S = 30.0
 MAX_DEPTH = 64  # of JSON
-_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+# a string without an end reaches to the end of the body, else each quote in it would be tried anew
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[{]|[\]}]', re.DOTALL)
 
 
 def is_loopback(host: str) -> bool:
@@ -36,6 +38,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_from_here(headers: dict[bytes, bytes]) -> bool:
+    """Whether a request names this machine and was not made by another site's page in this machine's browser."""
+    host = headers.get(b"host", b"localhost").decode("latin-1")
+    origin = headers.get(b"origin", b"http://" + host.encode("latin-1")).decode("latin-1")
+    if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+        return False
+    try:
+        names = urlsplit(f"//{host}").hostname, urlsplit(origin).hostname
+    except ValueError:
+        return False
+    return all(name is not None and is_loopback(name) for name in names)
 
 
 class Caller:
@@ -88,8 +103,7 @@ class Gate:
         key = key.strip() if scheme.lower() == "bearer" else ""
         if self._registry.is_open:
             # a page in a browser may be made to call this machine under a name of its own
-            host = headers.get(b"host", b"").decode("latin-1").rpartition(":")[0] or "localhost"
-            if not is_loopback(host.strip("[]")):
+            if not _is_from_here(headers):
                 raise RefusedError(403, "without keys only this machine itself is served", code="not_loopback")
             return Caller(key=key or None, is_admin=True, owned=None)
         is_admin = self._registry.is_admin(key)

@@ -107,13 +107,15 @@ class Registry:
         log_event("begin", rollout=name)
         return name, key
 
-    def named(self, name: str) -> CapturedRollout:
-        """Without keys: the rollout of this name, which begins now if there was none.
+    def named(self, name: str, *, begins: bool = True) -> CapturedRollout:
+        """Without keys: the rollout of this name, which begins now if there was none and it ``begins``.
 
         Raises:
             RefusedError: it cannot be called so, is in the file already, or too many have not ended.
         """
         if name not in self._by_name:
+            if not begins:
+                raise RefusedError(404, "there is no such rollout", code="unknown_rollout")
             self._check_new(name)
             self._by_name[name] = CapturedRollout(random_identity(name, group_id=name, prompt_id=name), self.capture)
             log_event("begin", rollout=name)

@@ -54,7 +54,7 @@ class ToolCallBody(Body):
 class MessageBody(Body):
     # the fields of a response's message that a client may send back empty
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
@@ -124,7 +124,7 @@ class SamplingBody(Body):
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
@@ -139,7 +139,11 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """``POST /v1/completions``: a text, or exact ids."""
 
-    prompt: str | Annotated[list[Id], Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: (
+        str
+        | Annotated[list[Id], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=1)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     echo: Literal[False] | None = False
     best_of: Literal[1] | None = None

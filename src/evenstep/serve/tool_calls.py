@@ -63,7 +63,7 @@ def canonical_arguments(arguments: str) -> str:
     """
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

