@@ -94,7 +94,8 @@ def test_it_serves_what_the_server_samples(folder: Path, tmp_path: Path) -> None
             assert "Traceback" not in rest
         finally:
             process.kill()
-            process.stderr.close()
+            if process.stderr is not None:
+                process.stderr.close()
         (rollout,) = read_rollouts(out)
         (call,) = rollout.calls
         assert list(call.output_ids) == answer["choices"][0]["token_ids"]
@@ -121,7 +122,8 @@ def test_another_server_is_refused(
     folder: Path, tmp_path: Path, server: dict[str, Any], arguments: list[str], says: str
 ) -> None:
     out = tmp_path / "out.jsonl"
-    with ScriptedServer(Words(folder), **({"max_model_len": 4096} | server)) as engine:
+    of_server: dict[str, Any] = {"max_model_len": 4096} | server
+    with ScriptedServer(Words(folder), **of_server) as engine:
         given = ["serve", str(folder), "--open", "--out", str(out), "--port", "0", "--engine-url", engine.url]
         result = CliRunner().invoke(app, [*given, "--max-context-tokens", "256", *arguments])
     assert (result.exit_code, says in result.output) == (2, True), result.output
