@@ -142,7 +142,7 @@ def measure(options: argparse.Namespace) -> Figures:
     mine = Figures(
         arm=options.arm,
         mode=options.mode,
-        backend=trainer.backend,
+        backend=trainer.backends[result.plan.layout],
         num_microbatches=result.plan.num_microbatches,
         num_tokens=round(sum(row.num_tokens for row in rows) / result.plan.stats.padding_efficiency),
         seconds=seconds,
