@@ -147,8 +147,9 @@ def test_memory_that_grows_is_found(soak: ModuleType, tmp_path: Path) -> None:
     seconds = [float(second) for second in range(900)]
     for growth, is_found in ((0, False), (500, False), (50_000, True)):
         arm.memory = {"process 1": soak.Memory(seconds=seconds, resident_bytes=[10**8 + growth * t for t in range(900)])}
+        found = soak.memory_of(arm, num_collections=900, bytes_per_collection=100_000)
         if is_found:
             with pytest.raises(soak.SoakError, match="process 1: memory grows by"):
-                soak.check_memory(arm, num_collections=900, bytes_per_collection=100_000)
+                soak.check_memory(found)
         else:
-            soak.check_memory(arm, num_collections=900, bytes_per_collection=100_000)
+            soak.check_memory(found)

@@ -33,7 +33,7 @@ OF_A_STEP = (
     ("seconds_score", "seconds to score", 2),
     ("seconds_train", "seconds to train", 2),
 )
-MAX_SHOWN = 500  # windows: more than any terminal has lines
+MAX_SHOWN = 200  # windows: more than a terminal has lines
 LOST = (("eval_num_failed", "failed, in no mean"), ("eval_num_truncated", "truncated"))
 PLACES = (
     ("report.html", "this run as a page, for a browser"),
