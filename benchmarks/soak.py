@@ -277,6 +277,10 @@ class Arm:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait(timeout=60)
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{pid}").exists() for pid in below):
+            promise(time.monotonic() < deadline, f"{self.name}: ranks outlive the launcher that was killed")
+            time.sleep(0.05)
         self.num_kills += 1
 
     def output(self) -> str:
