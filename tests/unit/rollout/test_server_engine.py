@@ -194,8 +194,9 @@ def test_a_server_that_comes_back_gets_its_weights_first(tmp_path: Path) -> None
             assert results[1] == alone
             for one in results:
                 np.testing.assert_allclose(one.logprobs, expected(one, (3, 4, 5), 5.0), atol=1e-12)
-            asked = [entry for entry in second.calls if entry["body"]["prompt"] == [3, 4, 5]]
-            assert {entry["stamp"].split(":")[2] for entry in asked} == {"5"}
+            stamps = {entry["stamp"] for entry in second.calls if entry["body"]["prompt"] == [3, 4, 5]}
+            # a call may reach it before it is known to be another one; what it answers then is not taken, as seen above
+            assert {stamp.split(":")[2] for stamp in stamps - {"default"}} == {"5"}
             assert any("is back after" in line and "with weights 5" in line for line in notices)
 
 
