@@ -18,7 +18,7 @@ from evenstep.train import distributed
 from evenstep.train.checkpoint import Trained, export, export_adapter
 from evenstep.train.lora import adapters_off, add_lora, is_lora
 from evenstep.train.models import load_critic, load_model
-from evenstep.train.step import Scorer, Trainer
+from evenstep.train.step import Scorer, Trainer, share_layouts
 
 __all__ = ["Models", "load_models"]
 
@@ -143,6 +143,8 @@ def load_models(config: Config, *, copies: Container[str] = COPIES) -> Models:
         kl_coef=kl_coef,
         kl_estimator=config.kl_estimator if kl_coef else "k3",
     )
+    if critic is not None:
+        share_layouts(trainer, critic)  # the critic runs the windows that the policy prepares
     return Models(
         policy=trainer,
         tokenizer=tokenizer,

@@ -35,7 +35,7 @@ from evenstep.types import Row
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["Scorer", "StepOutcome", "StepResult", "Trainer", "run_plan"]
+__all__ = ["Scorer", "StepOutcome", "StepResult", "Trainer", "run_plan", "share_layouts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +128,11 @@ class Scorer:
                     _log.warning("layout 'auto' leaves %s out: %s", layout, found)
                     del self.backends[layout]
         distributed.agree("layouts that were verified", " ".join(self.backends), error)
-        self.auto = self._auto_layout()
+        self.auto = self.auto_layout()
         self._rotary_limit = rotary_limit(model.config.to_dict())
 
-    def _auto_layout(self) -> AutoLayout | None:
+    def auto_layout(self) -> AutoLayout | None:
+        """What layout ``auto`` chooses from and by; None for any other."""
         if self.options.layout != "auto":
             return None
         device = self.device.type
@@ -281,6 +282,14 @@ class Scorer:
 
     def _scatter(self, cell: Cell, out: Any) -> dict[Hashable, Tensor]:
         return cell.scatter(getattr(out, f"{self.objective.output_name}_N"))
+
+
+def share_layouts(*scorers: Scorer) -> None:
+    """Let layout ``auto`` choose from what all of them do exactly: one prepares a window that each may run."""
+    common = set.intersection(*(set(scorer.backends) for scorer in scorers))
+    for scorer in scorers:
+        scorer.backends = {layout: used for layout, used in scorer.backends.items() if layout in common}
+        scorer.auto = scorer.auto_layout()
 
 
 class Trainer(Scorer):

@@ -3,6 +3,7 @@
 1. Groups with long prompts run as tries, ragged rows packed, even rows padded; loss and gradient are the padded ones.
 2. A pass under another budget has the layout of the training pass.
 3. What a model does not do exactly is left out with its reason, or never tried; a window of such a layout is refused.
+   Models that run each other's windows choose from what all of them do.
 4. Explicit layouts keep the plans they had: the planner's default cost.
 5. Context parallelism is refused by name.
 """
@@ -18,6 +19,7 @@ from transformers import BloomConfig, BloomForCausalLM, Qwen3Config, Qwen3ForCau
 from evenstep.errors import ConfigError
 from evenstep.plan import CostModel
 from evenstep.train import Trainer
+from evenstep.train.step import share_layouts
 from evenstep.types import Row
 
 NUM_IDS = 97
@@ -90,6 +92,19 @@ def test_what_a_model_does_not_do_exactly_is_left_out(auto: Trainer, caplog: pyt
     assert trainer.prepare(GROUPS).plan.layout == "padded"
     with pytest.raises(ConfigError, match="planned in layout 'tree', which this Trainer's model does not do exactly"):
         trainer.forward_backward(auto.prepare(GROUPS))
+
+
+def test_models_that_share_windows_choose_from_what_all_do() -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": NUM_IDS, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+    bloom = _trainer(BloomForCausalLM(BloomConfig(**shape)).double(), layout="auto")
+    other = _trainer(_model(), layout="auto")
+    with pytest.raises(ConfigError, match="it does padded: prepare"):
+        bloom.score(other.prepare(GROUPS))
+    share_layouts(other, bloom)
+    window = other.prepare(GROUPS)
+    assert window.plan.layout == "padded"
+    assert bloom.score(window).keys() == {row.row_id for row in GROUPS}
 
 
 def test_explicit_layouts_have_the_default_cost(auto: Trainer) -> None:
