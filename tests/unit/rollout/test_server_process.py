@@ -213,5 +213,5 @@ def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("KEY_OF_TESTS", "k")
     check_engine(config(**served))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the extra 'engines', found no httpx2"):
+    with pytest.raises(ConfigError, match=r"needs? the extra 'engines', found no httpx2"):
         check_engine(config(**served))
