@@ -225,7 +225,8 @@ class _OpenCells:
     def __init__(self, problem: Problem, blocks: Blocks, num_cells: int, capacity: int | None) -> None:
         self.blocks = blocks
         self.capacity = int(blocks.tokens_M.sum()) if capacity is None else capacity
-        self.max_rows = problem.room.max_rows or problem.num_rows
+        self.num_rows = int(blocks.counts_M.sum())
+        self.max_rows = problem.room.max_rows or self.num_rows
         self.room_C = np.full(num_cells, self.capacity, dtype=np.int64)
         self.costs_C = np.zeros(num_cells, dtype=np.int64)
         self.rows_C = np.zeros(num_cells, dtype=np.int64)
@@ -253,7 +254,7 @@ class _OpenCells:
             added_tokens, added_cost = tokens - self._depths[node], cost - self._depth_costs[node]
             here = np.arange(self.rows_C.size) if below is None else np.array(below)
             may = (self.room_C[here] >= added_tokens) | (self.rows_C[here] == 0)
-            if self.max_rows < self.cell_of_M.size:
+            if self.max_rows < self.num_rows:
                 may &= self.rows_C[here] + self.blocks.counts_M[block] <= self.max_rows
             here = here[may]
             if here.size:

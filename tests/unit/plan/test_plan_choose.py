@@ -107,3 +107,10 @@ def test_costs_are_those_of_the_plans() -> None:
     assert choice.costs["packed"] == pytest.approx(packed.stats.step_cost + 3.0 * 8)  # 8 rows on each rank
     assert choice.costs["tree"] == pytest.approx(tree.stats.step_cost + 5.0 * 16)  # at most 16 nodes
     assert choice.plan.hash == tree.hash
+
+
+def test_equal_rows_do_not_pass_the_most_rows_of_a_cell() -> None:
+    """A block of several rows counts as all of them."""
+    prefixes = shared_prefixes([[2], [2], [2, 2], [0]])
+    plan = plan_step([1, 1, 2, 1], num_ranks=1, layout="tree", prefixes=prefixes, max_rows_per_microbatch=3)
+    assert plan.num_microbatches == 2
