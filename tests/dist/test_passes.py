@@ -326,7 +326,7 @@ def models_of(config: Config, *, is_sharded: bool) -> Models:
     plan: dict[str, Any] = {"layout": "packed" if is_sharded else "padded", "max_tokens_per_gpu": BUDGET}
     in_loss = config.train.kl_coef if config.train.kl_in == "loss" else 0.0
     step = {"normaliser": "rollout"} | (
-        {"kl_coef": in_loss, "kl_estimator": config.train.kl_estimator} if in_loss else {}
+        {"kl_coef": in_loss, "kl_estimator": config.kl_estimator} if in_loss else {}
     )
     value = {"normaliser": "rollout", "loss": "value_clip", "value_clip": VALUE_CLIP}
     return Models(
@@ -471,7 +471,7 @@ def expectations(name: str, config: Config) -> list[tuple[dict[str, Row], float 
             voters = {o: o.split("/")[0] for o, (status, _, _) in rollouts.items() if status != "failed"}
             settings: dict[str, Any] = {"voters": voters, "normaliser": "rollout"}
             in_loss = config.train.kl_coef if config.train.kl_in == "loss" else 0.0
-            kl = {"kl_coef": in_loss, "kl_estimator": config.train.kl_estimator}
+            kl = {"kl_coef": in_loss, "kl_estimator": config.kl_estimator if in_loss else "k3"}
             steps: list[Any] = [None, None]
             if rows:
                 steps[0] = oracle.oracle_step(tiny_model(attention="eager"), [*rows.values()], **settings, **kl)
