@@ -126,15 +126,22 @@ def test_streaming_gives_the_same() -> None:
 
 
 def test_two_rollouts_at_once() -> None:
-    async def run() -> list[Rollout]:
+    async def told(agent: Agent) -> tuple[Rollout, list[str | None]]:
+        first = await agent.ask([USER])
+        second = await agent.ask([USER, first.choices[0].message, user("more")])
+        return await agent.end(), [answer.choices[0].message.content for answer in (first, second)]
+
+    async def run() -> list[tuple[Rollout, list[str | None]]]:
         engine = AsyncEngine("one", "two", "three", "four", delay_s=0.05)
         async with served(engine) as (url, registry):
             agents = [Agent(url, registry, rollout_id=f"r{i}", group_id="g") for i in range(2)]
-            return list(await asyncio.gather(*(two_turns(agent) for agent in agents)))
+            return list(await asyncio.gather(*(told(agent) for agent in agents)))
 
-    rollouts = asyncio.run(run())
+    found = asyncio.run(run())
+    rollouts = [rollout for rollout, _ in found]
     assert [(r.rollout_id, r.group_id, len(r.calls)) for r in rollouts] == [("r0", "g", 2), ("r1", "g", 2)]
     said = [[bytes(call.output_ids[:-1]).decode() for call in r.calls] for r in rollouts]
+    assert said == [texts for _, texts in found]  # each rollout holds what its own agent was told
     assert sorted(text for texts in said for text in texts) == [
         "four",
         "one",
