@@ -205,7 +205,7 @@ def test_an_error_keeps_what_was_finished(model: Path, tmp_path: Path) -> None:
     class Ends(ScriptedServer):
         def begin(self) -> None:
             super().begin()
-            if len(self.calls) == 30:
+            if len(self.calls) >= 30:  # calls may end two at a time
                 self.faults["no_logprobs"] = -1
 
     with Ends(Transformers(str(model))) as server:
