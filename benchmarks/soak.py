@@ -8,7 +8,9 @@ the time generation runs ahead of training (``max_staleness``). At the end, from
   dropped or left over: nothing lost, nothing twice;
 - over the rows of each window Σ masks = Σ sampled tokens, and the window's line in ``metrics.jsonl`` says the same
   counts and the same mean reward;
-- the memory of every process is flat over the last stretch, which nothing interrupts.
+- over the last stretch, which nothing interrupts, the memory that every process has in use is flat. That is what malloc
+  says of itself, with Python's own small objects in it too (``PYTHONMALLOC=malloc``). Resident memory stands beside it:
+  it grows for minutes more, as the allocator keeps pages that it could not give back.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -84,6 +87,7 @@ export = false
 num_tasks = 0
 """
 SAMPLE_EVERY_S = 1.0
+FOLDER_OF_MEMORY = "EVENSTEP_SOAK_MEMORY"
 WARM_UP = 1 / 3  # of the last stretch: caches fill, the allocator settles
 ENOUGH_S = 300.0  # a slope over less says nothing
 
@@ -95,6 +99,42 @@ class Rates:
     fail: float = 0.02
     hang: float = 0.005
     ask: float = 0.15
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``, over all arenas."""
+
+    _fields_: ClassVar[Any] = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "rest",
+        )
+    ]
+
+
+def bytes_in_use() -> int:
+    """What malloc has given out in this process and not taken back."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallInfo
+    found = mallinfo()
+    return found.uordblks + found.hblkhd
+
+
+def note_memory(last: list[float] = [0.0]) -> None:  # noqa: B006 the process's own
+    """Add a line (time, bytes in use) to this process's file, once a second."""
+    if FOLDER_OF_MEMORY in os.environ and time.time() >= last[0] + SAMPLE_EVERY_S:
+        last[0] = time.time()
+        with Path(os.environ[FOLDER_OF_MEMORY], str(os.getpid())).open("a") as notes:
+            notes.write(f"{last[0]} {bytes_in_use()}\n")
 
 
 class Moody:
@@ -115,6 +155,7 @@ class Moody:
         self._converse = converse
 
     async def reset(self) -> Start:
+        note_memory()
         if self._random.random() < self._rates.ask:
             await self._converse().ask("first")
         return Start(task="go", observation="a1 b2 c3")
@@ -162,19 +203,33 @@ class SoakError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Memory:
-    """Resident memory of one process over the stretch that nothing interrupts."""
+    """Memory of one process over the stretch that nothing interrupts."""
 
-    seconds: list[float] = field(default_factory=list[float])  # since the stretch began
-    resident_bytes: list[int] = field(default_factory=list[int])
+    pid: int
+    seconds: list[float] = field(default_factory=list[float])  # since the epoch
+    sizes: list[int] = field(default_factory=list[int])  # bytes
 
     def curve(self, num_points: int = 7) -> list[float]:
         """[num_points] MiB, evenly over the stretch."""
         places = np.linspace(0, len(self.seconds) - 1, num_points).round().astype(int)
-        return [round(self.resident_bytes[place] / 2**20, 1) for place in places]
+        return [round(self.sizes[place] / 2**20, 1) for place in places]
+
+    def in_use(self, folder: Path) -> Memory:
+        """The same process in the same time by its own notes; what takes none of them, a launcher, stays as it is."""
+        notes = folder / str(self.pid)
+        if not notes.exists():
+            return self
+        found = Memory(pid=self.pid)
+        for line in notes.read_text().splitlines():
+            at, size = line.split()
+            if self.seconds[0] <= float(at) <= self.seconds[-1]:
+                found.seconds.append(float(at))
+                found.sizes.append(int(size))
+        return found
 
     def measured(self) -> tuple[float, float]:
         """(seconds after the warm-up, bytes per second by least squares over them)."""
-        seconds, sizes = np.asarray(self.seconds), np.asarray(self.resident_bytes, dtype=np.float64)
+        seconds, sizes = np.asarray(self.seconds) - self.seconds[0], np.asarray(self.sizes, dtype=np.float64)
         is_warm = seconds >= seconds[-1] * WARM_UP
         slope = float(np.polyfit(seconds[is_warm], sizes[is_warm], 1)[0]) if is_warm.sum() > 2 else 0.0
         return float(seconds[-1] - seconds[is_warm][0]), slope
@@ -209,6 +264,10 @@ class Arm:
     def run(self) -> Path:
         return self.folder / "run"
 
+    @property
+    def memory_folder(self) -> Path:
+        return self.folder / "memory"
+
     def lines(self, name: str) -> list[dict[str, Any]]:
         path = self.run / name
         text = path.read_text() if path.exists() else ""
@@ -216,6 +275,7 @@ class Arm:
 
     def start(self, num_collections: int = 1_000_000) -> subprocess.Popen[bytes]:
         max_staleness, compaction = ARMS[self.name]
+        self.memory_folder.mkdir(exist_ok=True)
         config = self.folder / "config.toml"
         config.write_text(
             CONFIG.format(
@@ -234,7 +294,12 @@ class Arm:
                 [sys.executable, "-m", "evenstep", "train", str(config), "--ranks", "2", *flags],
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONMALLOC": "malloc",
+                    FOLDER_OF_MEMORY: str(self.memory_folder),
+                },
                 start_new_session=True,
             )
 
@@ -253,7 +318,7 @@ class Arm:
             if started is None and time.monotonic() > deadline:
                 raise SoakError(f"{self.name}: nothing was trained in 600 seconds: {self.output()}")
             if started is not None and is_measured:
-                self._sample(process.pid, time.monotonic() - started)
+                self._sample(process.pid)
             time.sleep(SAMPLE_EVERY_S if started is not None and is_measured else 0.05)
         if is_measured:
             self.num_measured = len(self.lines("collections.jsonl")) - first
@@ -263,12 +328,12 @@ class Arm:
         found = sorted((self.run / "checkpoints").glob("*/state.json"))
         return json.loads(found[-1].read_text())["window"] if found else 0
 
-    def _sample(self, pid: int, at: float) -> None:
+    def _sample(self, pid: int) -> None:
         for rank, child in enumerate([pid, *descendants(pid)]):
             name = "launcher" if rank == 0 else f"process {rank}"
-            memory = self.memory.setdefault(name, Memory())
-            memory.seconds.append(at)
-            memory.resident_bytes.append(resident_bytes(child))
+            memory = self.memory.setdefault(name, Memory(pid=child))
+            memory.seconds.append(time.time())
+            memory.sizes.append(resident_bytes(child))
 
     def kill(self, process: subprocess.Popen[bytes], draw: random.Random) -> None:
         """End all of it, or the launcher or one rank alone, which must take the others along."""
@@ -422,16 +487,20 @@ def memory_of(arm: Arm, num_collections: int, bytes_per_collection: int) -> dict
     """Of each process: MiB over the stretch that nothing interrupts, and how fast they grow after the warm-up.
 
     Whatever kept a collection's rollouts, rows or plans for good would grow by about what its rollouts take as text for
-    each collection; a tenth of that is the bound.
+    each collection; a tenth of that is the bound for the memory in use.
     """
     found: dict[str, dict[str, Any]] = {}
-    for name, memory in arm.memory.items():
-        seconds, slope = memory.measured()
+    for name, resident in arm.memory.items():
+        used = resident.in_use(arm.memory_folder)
+        seconds, slope = used.measured()
+        collections_per_s = max(1, num_collections) / (resident.seconds[-1] - resident.seconds[0])
         found[name] = {
-            "mib": memory.curve(),
+            "mib": used.curve(),
+            "resident_mib": resident.curve(),
             "measured_s": round(seconds),
-            "measured_collections": round(num_collections * seconds / memory.seconds[-1]),
-            "bytes_per_collection": round(slope * memory.seconds[-1] / max(1, num_collections)),
+            "measured_collections": round(seconds * collections_per_s),
+            "bytes_per_collection": round(slope / collections_per_s),
+            "resident_bytes_per_collection": round(resident.measured()[1] / collections_per_s),
             "bound": round(bytes_per_collection / 10),
         }
     return found

@@ -4,6 +4,10 @@ import os
 
 from hypothesis import settings
 
+# before torch is imported: tests run in as many processes as there are cores, and threads of several processes that
+# wait for each other on the same cores take ten times as long
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")

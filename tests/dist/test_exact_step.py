@@ -199,7 +199,9 @@ def assert_equals_the_oracle(case: StepCase, by_rank: list[CaseOutcome]) -> None
     assert_stepped(case, by_rank[0], expected)
     if case.scoring == "reused plan":
         assert by_rank[0].scored_cells == (by_rank[0].cells,)
-        assert by_rank[0].metrics["ratio_max_deviation"] == 0.0
+        # an expert multiplies the padding that chose it together with the tokens: other garbage, other rounding
+        is_rounded = case.has_dirty_fillers and case.model["family"] == "gpt_oss"
+        assert 0 <= by_rank[0].metrics["ratio_max_deviation"] <= (1e-14 if is_rounded else 0.0)
 
 
 def ids_of(points: list[dict[str, Any]]) -> list[str]:

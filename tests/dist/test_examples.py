@@ -48,6 +48,7 @@ def test_own_loop() -> None:
 
 
 @pytest.mark.timeout(330)
+@pytest.mark.long
 def test_tree(tmp_path: Path) -> None:
     found: list[dict[str, Any]] = []
     for name in ("ledger", "ledger_tree"):

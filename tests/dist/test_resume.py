@@ -160,7 +160,7 @@ def saved_state(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("gae"),
+        pytest.param("gae", marks=pytest.mark.long),
         pytest.param("lora", marks=pytest.mark.long),
         pytest.param("lora-gae", marks=pytest.mark.long),
     ],

@@ -75,6 +75,8 @@ def test_nothing_is_lost(soaked: tuple[Path, list[dict[str, Any]]]) -> None:
         for name in ("failed", "rejected calls", "groups dropped", "kills"):
             assert counts[name] > 0
         assert len(result["memory"]) == 3
+        for name in ("process 1", "process 2"):
+            assert 0 < result["memory"][name]["mib"][-1] < result["memory"][name]["resident_mib"][-1]
 
 
 def without_one(folder: Path) -> None:
@@ -146,10 +148,20 @@ def test_memory_that_grows_is_found(soak: ModuleType, tmp_path: Path) -> None:
     arm = soak.Arm(name="ahead", folder=tmp_path, seed=0)
     seconds = [float(second) for second in range(900)]
     for growth, is_found in ((0, False), (500, False), (50_000, True)):
-        arm.memory = {"process 1": soak.Memory(seconds=seconds, resident_bytes=[10**8 + growth * t for t in range(900)])}
+        # resident memory stands still and is not what is judged; a launcher without notes is judged by it
+        flat, sizes = [10**8] * 900, [10**8 + growth * t for t in range(900)]
+        arm.memory_folder.mkdir(exist_ok=True)
+        notes = "".join(f"{t} {size}\n" for t, size in zip(seconds, sizes, strict=True))
+        (arm.memory_folder / "77").write_text("-9.5 5\n" + notes + "1000.0 5\n")  # before and after the stretch
+        arm.memory = {"process 1": soak.Memory(pid=77, seconds=seconds, sizes=flat)}
         found = soak.memory_of(arm, num_collections=900, bytes_per_collection=100_000)
         if is_found:
             with pytest.raises(soak.SoakError, match="process 1: memory grows by"):
                 soak.check_memory(found)
         else:
             soak.check_memory(found)
+        assert abs(found["process 1"]["bytes_per_collection"] - growth) <= 1 + growth / 500
+        assert found["process 1"]["resident_bytes_per_collection"] == 0
+    arm.memory = {"launcher": soak.Memory(pid=78, seconds=seconds, sizes=sizes)}
+    with pytest.raises(soak.SoakError, match="launcher: memory grows by"):
+        soak.check_memory(soak.memory_of(arm, num_collections=900, bytes_per_collection=100_000))

@@ -18,7 +18,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evenstep.errors import SegmentationError
@@ -259,7 +259,18 @@ def test_any_tree(mode: Any, rollout: Rollout, random: Any) -> None:
     assert segmentation_of(again, on_undeclared=mode) == segmentation_of(rollout, on_undeclared=mode)
 
 
+RETRIED_AFTER_ALL = make_rollout(  # the rejected first call was gone on with before its prompt was asked again
+    [
+        make_call(0, [0], [0], is_rejected=True),
+        make_call(1, [0, 0], [1]),
+        make_call(2, [0], [2], is_rejected=True),
+        make_call(3, [0], [3]),
+    ]
+)
+
+
 @given(trees())
+@example(RETRIED_AFTER_ALL)
 def test_error_refuses_what_the_others_count(rollout: Rollout) -> None:
     nodes = call_tree(rollout, on_undeclared="segment")
     if any(n.origin == "undeclared" and kept for n, kept in zip(nodes, has_kept(nodes), strict=True)):

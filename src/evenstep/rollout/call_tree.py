@@ -178,8 +178,9 @@ class _Builder:
         if named is None and self._is_first(call):
             return _root(call, "start")
         if named is None and call.prompt_ids in self._retried:
-            first = self._nodes[self._retried[call.prompt_ids]]
-            is_in_its_place = first.origin == "undeclared" or first.call.is_rejected
+            index = self._retried[call.prompt_ids]
+            first = self._nodes[index]
+            is_in_its_place = first.origin == "undeclared" or not has_kept(self._nodes)[index]
             return replace(first, call=call, origin=first.origin if is_in_its_place else "fork")
         if self._on_undeclared != "realign":
             return _root(call, "undeclared")

@@ -16,7 +16,7 @@ flash     FlashAttention 2 with one length per row. Layout ``packed`` in bfloat1
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal
@@ -121,7 +121,16 @@ def by_flex(
         return by_node(module, query_BHTD, key_BHTD, value_BHTD, None, s_aux=s_aux, **settings, **kwargs)
     mask = block_mask(nodes, sliding_window, query_BHTD.device)
     inputs = (query_BHTD, key_BHTD, value_BHTD, mask)
-    return flex_attention_forward(module, *inputs, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    with _known_sizes() if query_BHTD.device.type == "cpu" else nullcontext():
+        return flex_attention_forward(module, *inputs, scaling=scaling, softcap=softcap, s_aux=s_aux)
+
+
+def _known_sizes() -> Any:
+    """A kernel of its own for each width: with sizes left open, the C++ that torch 2.13 writes does not compile.
+
+    It puts the block's size in place of every name that *begins* with its symbol (``ks1`` in ``ks18``).
+    """
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)
 
 
 @lru_cache(maxsize=4)
