@@ -16,6 +16,7 @@ _LAZY = {
     "Collection": "evenstep.types",
     "EvenstepError": "evenstep.errors",
     "Group": "evenstep.types",
+    "Media": "evenstep.media",
     "Rollout": "evenstep.types",
     "Row": "evenstep.types",
     "Sampling": "evenstep.types",
@@ -31,6 +32,7 @@ __all__ = [
     "Collection",
     "EvenstepError",
     "Group",
+    "Media",
     "Rollout",
     "Row",
     "Sampling",
@@ -43,6 +45,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from evenstep.errors import EvenstepError as EvenstepError
+    from evenstep.media import Media as Media
     from evenstep.plan import StepPlan as StepPlan
     from evenstep.plan import plan_step as plan_step
     from evenstep.types import Call as Call

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from evenstep.errors import FileFormatError
 from evenstep.types import BreakReason, Status
@@ -79,6 +87,15 @@ class SamplingObject(_Object):
     seed: int | None = None
 
 
+class MediaObject(_Object):
+    """An image of a prompt; its pixels are a file of their own, named by the digest."""
+
+    start: Natural
+    num_tokens: Annotated[int, Field(ge=1)]
+    grid: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # also a file's name: nothing else may be one
+
+
 class CallObject(_Object):
     order: Natural
     prompt_ids: Annotated[tuple[Natural, ...], Field(min_length=1)]
@@ -90,6 +107,12 @@ class CallObject(_Object):
     break_reason: BreakReason | None = None
     finish_reason: str | None = None
     is_rejected: bool = False
+    media: tuple[MediaObject, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_empty_media(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = serialise(self)
+        return values if self.media else {name: value for name, value in values.items() if name != "media"}
 
 
 class RolloutLine(Line):

@@ -24,12 +24,15 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, TypeVar, cast
 
-from evenstep.errors import FileFormatError
+from evenstep.errors import FileFormatError, RowError
 from evenstep.file_lines import FORMAT_VERSION, CallObject, LengthsLine, Line, LineError, RolloutLine, RowLine
+from evenstep.media import Media
+from evenstep.media_files import Pixels, read_pixels, write_pixels
 from evenstep.types import Call, Rollout, Row, Sampling
 
 __all__ = [
@@ -106,9 +109,12 @@ def read_rollouts(path: str | os.PathLike[str], *, allow_truncated_tail: bool = 
         allow_truncated_tail: stop before a last line that a crash cut off, instead of raising.
 
     Raises:
-        FileFormatError: no such file, a line that is not a valid rollout, or a ``rollout_id`` used twice.
+        FileFormatError: no such file, a line that is not a valid rollout, a ``rollout_id`` used twice, or an image
+            whose file is missing or another one.
     """
-    return _read(Path(path), RolloutLine, to_rollout, "rollout_id", allow_truncated_tail)
+    pixels_of = lru_cache(maxsize=None)(partial(read_pixels, Path(path).parent))  # each image is read once
+    convert = partial(to_rollout, pixels_of=pixels_of)
+    return _read(Path(path), RolloutLine, convert, "rollout_id", allow_truncated_tail)
 
 
 def read_rows(path: str | os.PathLike[str], *, allow_truncated_tail: bool = False) -> Iterator[RowRecord]:
@@ -186,12 +192,13 @@ def _is_complete(text: bytes) -> bool:
     return True
 
 
-def to_rollout(line: RolloutLine) -> Rollout:
+def to_rollout(line: RolloutLine, pixels_of: Callable[[str], Pixels | None] = lambda digest: None) -> Rollout:
+    """The rollout of a line; ``pixels_of`` a digest: what an image is, None to leave it at its place and size."""
     return Rollout(
         rollout_id=line.rollout_id,
         group_id=line.group_id,
         prompt_id=line.prompt_id,
-        calls=tuple(_to_call(call) for call in line.calls),
+        calls=tuple(_to_call(call, pixels_of) for call in line.calls),
         reward=line.reward,
         status=line.status,
         status_reason=line.status_reason,
@@ -200,7 +207,14 @@ def to_rollout(line: RolloutLine) -> Rollout:
     )
 
 
-def _to_call(call: CallObject) -> Call:
+def _to_call(call: CallObject, pixels_of: Callable[[str], Pixels | None]) -> Call:
+    media: list[Media] = []
+    for image in call.media:
+        place: dict[str, Any] = {"start": image.start, "num_tokens": image.num_tokens, "grid": image.grid}
+        try:
+            media.append(Media(**place, digest=image.digest, pixels=pixels_of(image.digest)))
+        except RowError as error:
+            raise FileFormatError(f"image {image.digest} of call {call.order} is not what it was: {error}") from None
     sampling = Sampling(
         temperature=call.sampling.temperature,
         top_p=call.sampling.top_p,
@@ -220,6 +234,7 @@ def _to_call(call: CallObject) -> Call:
         break_reason=call.break_reason,
         finish_reason=call.finish_reason,
         is_rejected=call.is_rejected,
+        media=tuple(media),
         extra=call.__pydantic_extra__,
     )
 
@@ -268,6 +283,7 @@ def _unique(path: str | os.PathLike[str], id_name: str, records: Iterable[T]) ->
 
 
 def _rollout_bytes(path: str | os.PathLike[str], rollout: Rollout) -> bytes:
+    write_pixels(Path(path).parent, (image for call in rollout.calls for image in call.media))  # before who names them
     return _encoded(RolloutLine, "rollout", rollout, f"{path}, rollout {rollout.rollout_id!r}")
 
 
@@ -286,6 +302,9 @@ def _plain(record: Any) -> dict[str, Any]:
         value = record.__getattribute__(name)
         if isinstance(value, Sampling):
             value = _plain(value)
+        elif name == "media":
+            names = ("start", "num_tokens", "grid", "digest")
+            value = tuple({each: getattr(image, each) for each in names} for image in cast(tuple[Media, ...], value))
         elif name == "calls":
             value = tuple(_plain(call) for call in value)
         elif isinstance(value, list):

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenstep.errors import RowError
+from evenstep.media import Media, check_media
 
 __all__ = [
     "BREAK_REASONS",
@@ -86,6 +87,7 @@ class Call:
     break_reason: BreakReason | None = None  # why prompt_ids may not extend the history so far
     finish_reason: str | None = None  # "stop", "length", ... as the engine said it
     is_rejected: bool = False  # the agent threw this output away (resampled, filtered): never trained
+    media: tuple[Media, ...] = ()  # images of the prompt, in the order of their tokens
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -170,6 +172,7 @@ class Segment:
     logprobs: tuple[float, ...]  # [T] the engine's, 0.0 where loss_mask is 0
     break_reason: BreakReason | None  # why this segment began; None for the first
     call_orders: tuple[int, ...]  # the calls that belong to it
+    media: tuple[Media, ...] = ()  # images among its tokens, in their order
 
     @property
     def num_tokens(self) -> int:
@@ -203,7 +206,7 @@ class Row:
 
     Raises:
         RowError: an empty row, unequal lengths, ``loss_mask[0] != 0``, a mask that is not 0/1, negative token ids, or
-            a non-finite value at a trained token.
+            a non-finite value at a trained token, or images out of order, overlapping, or not on placeholders.
     """
 
     row_id: Hashable
@@ -217,6 +220,7 @@ class Row:
     engine_logprobs: Float64Array | None = None  # [T]; as sampled
     old_values: Float64Array | None = None  # [T]; a critic's, before the first update
     returns: Float64Array | None = None  # [T]; what a critic is trained towards
+    media: tuple[Media, ...] = ()  # images among its tokens, in their order; none where they were compacted away
 
     def __init__(
         self,
@@ -232,6 +236,7 @@ class Row:
         engine_logprobs: Sequence[float] | Float64Array | None = None,
         old_values: Sequence[float] | Float64Array | None = None,
         returns: Sequence[float] | Float64Array | None = None,
+        media: Sequence[Media] = (),
     ) -> None:
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or ids.size == 0:
@@ -289,6 +294,14 @@ class Row:
                     f"row {row_id!r}: {name} must be finite at every trained token, found "
                     f"{trained[~np.isfinite(trained)][0]} at token {where}; fix its source, or set loss_mask to 0 there"
                 )
+        fields["media"] = tuple(media)
+        check_media(fields["media"], ids, f"row {row_id!r}")
+        for image in fields["media"]:
+            if is_trained[image.start : image.stop].any():
+                raise RowError(
+                    f"row {row_id!r}: placeholders of an image are never sampled, found loss_mask 1 among tokens "
+                    f"{image.start} to {image.stop - 1}; set it to 0 there"
+                )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -299,6 +312,11 @@ class Row:
     @property
     def num_trained_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of its images: what a vision tower computes for it beside its tokens."""
+        return sum(image.num_patches for image in self.media)
 
     @property
     def advantages_T(self) -> Float64Array:

@@ -91,12 +91,12 @@ def _rows_of_rollout(
         raise LineError("calls", str(error)) from None
     for segment in segments:
         yield FoundRow(
-            length=segment.num_tokens,
+            length=segment.num_tokens + sum(image.num_patches for image in segment.media),
             rollout_id=rollout.rollout_id,
             group_id=rollout.group_id,
             step=step,
             num_trained=segment.num_trained_tokens,
-            token_ids=segment.token_ids,
+            token_ids=None if segment.media else segment.token_ids,  # no layout shares the tokens of images
         )
 
 

@@ -24,7 +24,7 @@ TokenIds = npt.NDArray[np.int32]
 class FoundRow:
     """One row as a reader found it; what the file does not say is None."""
 
-    length: int  # tokens
+    length: int  # tokens, and patches of images
     rollout_id: str | None = None  # the row's rollout; None: the row is a rollout of its own
     group_id: str | None = None
     step: int | None = None  # optimizer step of the trainer that wrote the file

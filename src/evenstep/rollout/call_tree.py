@@ -1,4 +1,4 @@
-"""The tree of a rollout's calls: which call continues which, by exact ids.
+"""The tree of a rollout's calls: which call continues which, by exact ids (and, under placeholders, equal images).
 
 A call's completed view is its prompt and its output. A call continues another when its prompt begins with all of that
 view. Its parent is the one that it names; else the earlier call with the longest such view. Order numbers decide what
@@ -14,7 +14,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from evenstep.errors import SegmentationError
+from evenstep.errors import RowError, SegmentationError
+from evenstep.media import check_media
 from evenstep.types import Call, Rollout
 
 __all__ = ["CallNode", "OnUndeclared", "Origin", "call_tree", "has_kept"]
@@ -56,8 +57,9 @@ def call_tree(rollout: Rollout, *, on_undeclared: OnUndeclared = "error") -> tup
     - Rejected calls have their place, because a later prompt may hold their output.
 
     Raises:
-        SegmentationError: an undeclared break (``on_undeclared="error"``), an empty prompt, unequal numbers of ids and
-            log-probs, an order number used twice, a parent that is no earlier call, an unknown ``on_undeclared``.
+        SegmentationError: an undeclared break (``on_undeclared="error"``), an empty prompt, images out of place,
+            unequal numbers of ids and log-probs, an order number used twice, a parent that is no earlier call, an
+            unknown ``on_undeclared``.
 
     >>> def call(order, prompt, output, **fields):
     ...     return Call(order=order, prompt_ids=prompt, output_ids=output, logprobs=(-1.0,) * len(output), **fields)
@@ -78,8 +80,34 @@ def call_tree(rollout: Rollout, *, on_undeclared: OnUndeclared = "error") -> tup
             f"rollout {rollout.rollout_id!r}: order numbers must be unique, found two calls of order {twice}; number "
             f"the calls in the order they were made"
         )
-    linear = _linear(calls)
-    return linear if linear is not None else _Builder(rollout, calls, index_of_order, on_undeclared).built()
+    keyed = _keyed(calls)
+    linear = _linear(keyed)
+    nodes = linear if linear is not None else _Builder(rollout, keyed, index_of_order, on_undeclared).built()
+    if keyed is calls:
+        return nodes
+    return tuple(replace(node, call=calls[index_of_order[node.call.order]]) for node in nodes)
+
+
+def _keyed(calls: Sequence[Call]) -> Sequence[Call]:
+    """The calls as they are compared: the placeholders of an image are ids of their own, below 0, for each image.
+
+    So a prompt in which another image stands on the same placeholders does not continue.
+    """
+    if not any(call.media for call in calls):
+        return calls
+    keys: dict[str, int] = {}
+    keyed: list[Call] = []
+    for call in calls:
+        try:
+            check_media(call.media, np.asarray(call.prompt_ids), f"call {call.order}")
+        except RowError as error:
+            raise SegmentationError(str(error)) from None
+        ids = list(call.prompt_ids)
+        for image in call.media:
+            key = keys.setdefault(image.digest, -2 - len(keys))  # the hash of a prefix is made of id + 1
+            ids[image.start : image.stop] = [key] * image.num_tokens
+        keyed.append(replace(call, prompt_ids=tuple(ids)))
+    return keyed
 
 
 def _checked(call: Call, rollout: Rollout) -> Call:
@@ -287,13 +315,18 @@ class _Builder:
         index = named if named is not None else self._closest(call)[0][-1]
         before, at = self._calls[index], self._common(call, index)
         ids = (*before.prompt_ids, *before.output_ids)
-        found = call.prompt_ids[at] if at < len(call.prompt_ids) else "the prompt's end"
+        found = _named(call.prompt_ids[at]) if at < len(call.prompt_ids) else "the prompt's end"
         return SegmentationError(
             f"rollout {self._rollout.rollout_id!r}, call {call.order}: its prompt ({len(call.prompt_ids)} tokens) does "
-            f"not continue the {len(ids)} tokens up to call {before.order}: token {at} is {found}, expected {ids[at]}; "
-            f"if the agent rewrote its history on purpose, set break_reason to compaction, template or subagent, "
-            f"otherwise keep the exact ids, or set rollout.on_undeclared to segment or realign"
+            f"not continue the {len(ids)} tokens up to call {before.order}: token {at} is {found}, expected "
+            f"{_named(ids[at])}; if the agent rewrote its history on purpose, set break_reason to "
+            f"compaction, template or subagent, otherwise keep the exact ids, or set rollout.on_undeclared to segment "
+            f"or realign"
         )
+
+
+def _named(token_id: int) -> str:
+    return str(token_id) if token_id >= 0 else f"of image {-2 - token_id} of the rollout"
 
 
 def has_kept(nodes: Sequence[CallNode]) -> list[bool]:

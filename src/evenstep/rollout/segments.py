@@ -172,6 +172,7 @@ def rows_and_report(
                     loss_mask=segment.loss_mask,
                     advantage=0.0 if advantages is None else advantages[rollout.rollout_id],
                     engine_logprobs=segment.logprobs,
+                    media=segment.media,
                 )
             )
     return rows, report
@@ -234,5 +235,6 @@ def _segment(
         logprobs=tuple(logprobs),
         break_reason=cast(BreakReason, origin) if origin in BREAK_REASONS else None,
         call_orders=tuple(nodes[i].call.order for i in branch if not nodes[i].call.is_rejected),
+        media=last.call.media,
     )
     return segment, num_shared

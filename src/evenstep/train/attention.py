@@ -35,7 +35,7 @@ from evenstep.errors import ConfigError
 from evenstep.train.blocks import block_attention
 from evenstep.train.trie import Node, paths
 
-__all__ = ["NODES_KWARG", "Backend", "attention_for", "choose_backend"]
+__all__ = ["NODES_KWARG", "Backend", "attention_for", "attention_named", "choose_backend"]
 
 Backend = Literal["sdpa", "flex", "flash"]
 NODES_KWARG = "evenstep_nodes"  # reaches the attention function through the model's keyword arguments
@@ -263,9 +263,18 @@ def attention_for(model: PreTrainedModel, backend: Backend | None) -> Iterator[N
     if backend is None:
         yield
         return
-    before: str = model.config._attn_implementation  # type: ignore[assignment]
-    model.set_attn_implementation(_NAMES[backend])
+    with attention_named(model, _NAMES[backend]):
+        yield
+
+
+@contextmanager
+def attention_named(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Switch the decoder to one of transformers' attention functions; a vision tower keeps its own."""
+    text = model.config.get_text_config()
+    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    before = str(text._attn_implementation)
+    model.set_attn_implementation({keys[0]: name} if keys else name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation({keys[0]: before} if keys else before)

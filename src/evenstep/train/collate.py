@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evenstep.media import VisionSpec, rope_positions
 from evenstep.train.attention import NODES_KWARG
 from evenstep.train.trie import Node, build_trie
+from evenstep.train.vision import Images, make_images
 from evenstep.train.window import prefix_keys
 from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Int64Array, Row
 
@@ -48,7 +50,8 @@ class Cell:
     rows: tuple[Row, ...]
     num_fillers: int  # inert rows in this cell
     input_ids_BT: Tensor  # [B, T] int64; packed and tree: [1, T]
-    position_ids_BT: Tensor | None  # packed and tree only: each token's position in its row
+    # each token's position in its row, [3, B, T] where there are images; None: a rectangle without
+    position_ids_BT: Tensor | None
     nodes: tuple[Node, ...] | None  # packed and tree only: which tokens see each other; packed: one node a row
     gather_N: Tensor  # [N] flat index into B * T of the token before each trained token
     targets_N: Tensor  # [N] ids of the trained tokens
@@ -61,12 +64,15 @@ class Cell:
     engine_logprobs_N: Tensor | None
     old_values_N: Tensor | None
     returns_N: Tensor | None
+    images: Images | None = None  # of its rows, or a blank one where other cells of the window have some
 
     def model_inputs(self) -> dict[str, object]:
         """Keyword arguments of a transformers model's forward."""
         inputs: dict[str, object] = {"input_ids": self.input_ids_BT, "use_cache": False}
+        if self.position_ids_BT is not None:
+            inputs["position_ids"] = self.position_ids_BT
         if self.nodes is not None:
-            inputs |= {"position_ids": self.position_ids_BT, NODES_KWARG: self.nodes}
+            inputs[NODES_KWARG] = self.nodes
         return inputs
 
     def token_index(self) -> Tensor:
@@ -101,6 +107,7 @@ def collate(
     device: torch.device,
     fields: Sequence[str] = (),
     width: Callable[[int], int] = lambda num_tokens: num_tokens,
+    vision: VisionSpec | None = None,
 ) -> Cell:
     """Lay out the rows of a cell.
 
@@ -116,6 +123,7 @@ def collate(
         fields: the per-token fields that every row of the window carries; a cell without rows has them too, empty, so
             that every rank sums the same metrics.
         width: how many tokens a rectangle's width (packed, tree: the whole) is rounded up to after that.
+        vision: of the model, where any row of the window has images.
     """
     num_fillers = max(num_shape_rows, 1) - len(rows) if len(rows) < max(num_shape_rows, 1) else 0
     documents = [*prefix_keys(rows), *[np.full(FILLER_TOKENS, PAD_ID)] * num_fillers]
@@ -126,6 +134,15 @@ def collate(
     if nodes is not None:
         parts = [np.arange(node.depth, node.depth + node.stop - node.start) for node in nodes]
         position_ids = torch.from_numpy(np.concatenate(parts)[None]).to(device)
+    images: Images | None = None
+    if vision is not None:
+        position_ids = _positions_among_images(rows, input_ids_BT, index_by_row, position_ids, vision).to(device)
+        places = [
+            (image, index[image.start : image.stop])
+            for row, index in zip(rows, index_by_row, strict=False)
+            for image in row.media
+        ]
+        images = make_images(places, vision, dtype=dtype, device=device)
 
     trained = [np.flatnonzero(row.loss_mask) for row in rows]
     counts = [len(t) for t in trained]
@@ -152,8 +169,27 @@ def collate(
         weights_N=join([np.repeat(np.asarray(weights, dtype=np.float64), counts)], dtype),
         advantages_N=join([row.advantages_T[t] for row, t in zip(rows, trained, strict=True)], dtype),
         index_by_row=tuple(index_by_row[: len(rows)]),
+        images=images,
         **{f"{name}_N": per_token(name) for name in PER_TOKEN_FIELDS},
     )
+
+
+def _positions_among_images(
+    rows: Sequence[Row],
+    input_ids_BT: Int64Array,
+    index_by_row: Sequence[Int64Array],
+    position_ids_BT: Tensor | None,
+    vision: VisionSpec,
+) -> Tensor:
+    """[3, B, T] Positions in time, height and width, each row's from its own beginning; of padding as of text."""
+    if position_ids_BT is None:
+        flat_T = np.tile(np.arange(input_ids_BT.shape[1]), len(input_ids_BT))
+    else:
+        flat_T = position_ids_BT.cpu().numpy().reshape(-1)
+    flat_3T = np.tile(flat_T, (3, 1))
+    for row, index in zip(rows, index_by_row, strict=False):
+        flat_3T[:, index] = rope_positions(row.num_tokens, row.media, vision.merge_size)
+    return torch.from_numpy(flat_3T.reshape(3, *input_ids_BT.shape))
 
 
 # flat token ids [B, T], for each row the flat index of its tokens, nodes

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from evenstep.train.collate import Cell
 from evenstep.train.moe import Routing, recorded_routing
+from evenstep.train.vision import images_placed
 
 __all__ = ["TokenLogprobs", "cell_logprobs"]
 
@@ -81,7 +82,7 @@ def cell_logprobs(
 
     handle = head.register_forward_pre_hook(before_head)
     try:
-        with recorded_routing(routers) as routing:
+        with recorded_routing(routers) as routing, images_placed(model, cell.images):
             logits: Tensor = model(**cell.model_inputs()).logits
     finally:
         handle.remove()

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedModel,
@@ -17,20 +18,23 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from evenstep.errors import ConfigError
+from evenstep.media import VISION_MODEL_TYPES
 from evenstep.model_files import PYPI, cached_conversion, find_gguf, model_folder
 
 __all__ = ["load_critic", "load_model", "load_tokenizer"]
 
 
 def load_model(path: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer from local files only.
+    """Load a causal LM, or one that sees images, and its tokenizer from local files only.
 
     Raises:
         ConfigError: the folder, the package or its weights are missing.
     """
     folder = _folder(path)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = AutoModelForImageTextToText if settings.model_type in VISION_MODEL_TYPES else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model, tokenizer
 
 

@@ -204,6 +204,7 @@ def _with_one_more(window: WindowRows) -> tuple[Row, ...]:
             group_id=row.group_id,
             token_ids=np.append(row.token_ids, 0),
             loss_mask=np.append(row.loss_mask, True),
+            media=row.media,
         )
         if row.rollout_id in truncated and last[row.rollout_id] == row.row_id
         else replace(row, old_logprobs=None, ref_logprobs=None, engine_logprobs=None)

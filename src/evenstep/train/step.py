@@ -30,6 +30,7 @@ from evenstep.train.options import StepOptions
 from evenstep.train.policy import PolicyObjective
 from evenstep.train.totals import Totals
 from evenstep.train.verify import num_embeddings, verify_layout
+from evenstep.train.vision import spec_of
 from evenstep.train.window import PreparedWindow, prepare_window
 from evenstep.types import Row
 
@@ -79,6 +80,7 @@ def run_plan(
             device=device,
             fields=window.fields,
             width=plan.padded_width,
+            vision=window.vision,
         )
         fn(cell, k == len(cells) - 1)
 
@@ -130,6 +132,7 @@ class Scorer:
         distributed.agree("layouts that were verified", " ".join(self.backends), error)
         self.auto = self.auto_layout()
         self._rotary_limit = rotary_limit(model.config.to_dict())
+        self._vision = None if is_critic(model) else spec_of(model)
 
     def auto_layout(self) -> AutoLayout | None:
         """What layout ``auto`` chooses from and by; None for any other."""
@@ -212,6 +215,7 @@ class Scorer:
             # sharded ranks meet in every micro-batch, replicated ones once per window
             plan_sync="micro_batch" if self.is_sharded else "step",
             vocab_size=num_embeddings(self.model),
+            vision=self._vision,
         )
 
     def score(

@@ -1,7 +1,8 @@
 """Does a model give each row the log-probs and the gradient it has alone, in this layout? Asked once, before training.
 
 A few short rows, most of which begin alike, run together as they will in training, and one by one through the model's
-own forward with plain attention. Both must agree, whatever stands in the neighbours' tokens.
+own forward with plain attention; where the model sees images, so do some of the rows. Both must agree, whatever stands
+in the neighbours' tokens and images.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,15 +19,18 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from evenstep.errors import PlanError
+from evenstep.media import Media, VisionSpec
 from evenstep.train import distributed
-from evenstep.train.attention import Backend, attention_for, choose_backend
+from evenstep.train.attention import Backend, attention_for, attention_named, choose_backend
 from evenstep.train.collate import Cell, collate
 from evenstep.train.critic import is_critic, value_inputs
 from evenstep.train.logprobs import cell_logprobs
+from evenstep.train.vision import spec_of
 from evenstep.types import Row
 
 __all__ = ["num_embeddings", "verify_layout"]
 
+IMAGE_ROWS, IMAGE_START = (0, 2), 1  # which rows have an image of two tokens, and where
 SHARED, LENGTHS = (4, 4, 2, 4, 0), (9, 7, 6, 4, 3)  # tokens in common with the first row, and in all
 WINDOW = 3  # tokens that layers with a sliding window see meanwhile: one of thousands would be reached by no row
 NATS = 1e-3  # rounding is below 1e-5, a row that sees another one is off by more than 0.1
@@ -111,11 +115,13 @@ def _problem(
 ) -> str | None:
     """What differs, or None."""
     is_sharded = distributed.is_sharded(model)
-    rows = _rows(num_embeddings(model), seed)
+    vision = None if is_critic(model) or layout == "tree" else spec_of(model)
+    rows = _rows(num_embeddings(model), seed, vision)
     probe = _Probe(model, backend, np.random.default_rng(seed))
     shape: dict[str, Any] = {"multiple": 1, "num_shape_rows": 1, "dtype": torch.float64}
     shape["device"] = next(model.parameters()).device
-    cell, other = (collate(each, [0.0] * len(each), layout=layout, **shape) for each in (rows, _changed(rows)))
+    together: dict[str, Any] = shape | {"layout": layout, "vision": vision}
+    cell, other = (collate(each, [0.0] * len(each), **together) for each in (rows, _changed(rows)))
     with torch.no_grad():
         moved = probe.together(cell)[0] - probe.together(other)[0]
     num_first = rows[0].num_trained_tokens
@@ -127,7 +133,7 @@ def _problem(
         alone: list[Tensor] = []
         for i, row in enumerate(rows):
             distributed.set_sync(model, is_last=i == len(rows) - 1)
-            found = probe.alone(collate([row], [0.0], layout="padded", **shape))
+            found = probe.alone(collate([row], [0.0], layout="padded", vision=vision if row.media else None, **shape))
             if trained:
                 probe.loss(found, sum(map(len, alone))).backward()
             alone.append(found.detach())
@@ -175,11 +181,17 @@ class _Probe:
 
     def alone(self, cell: Cell) -> Tensor:
         """[N, F] The same through the model's own logits, with plain attention."""
-        with _plain_attention(self._model):
+        with attention_named(self._model, "eager"):
             if is_critic(self._model):
                 return value_inputs(self._model, cell)
-            logits_TV = self._model(input_ids=cell.input_ids_BT, use_cache=False).logits[0]
-        return torch.log_softmax(logits_TV[:-1].double(), dim=-1).gather(1, cell.targets_N[:, None])
+            inputs: dict[str, Any] = {"input_ids": cell.input_ids_BT, "use_cache": False}
+            if cell.images is not None:  # places and positions are the model's own
+                is_image_N = torch.zeros_like(cell.input_ids_BT).view(-1).index_fill(0, cell.images.index_N, 1)
+                inputs["mm_token_type_ids"] = is_image_N.view_as(cell.input_ids_BT)
+                inputs |= {"pixel_values": cell.images.pixels_QD, "image_grid_thw": cell.images.grids_M3}
+            logits_TV = self._model(**inputs).logits[0]
+        predicting_NV = logits_TV.index_select(0, cell.gather_N).double()
+        return torch.log_softmax(predicting_NV, dim=-1).gather(1, cell.targets_N[:, None])
 
     def loss(self, found_NF: Tensor, start: int) -> Tensor:
         """A sum of outputs, each times a factor of its own; ``start`` is the number of the first token."""
@@ -188,16 +200,6 @@ class _Probe:
             factors = self._draw.normal(size=(num_tokens, found_NF.shape[1]))
             self._factors = torch.from_numpy(factors).to(found_NF)
         return (self._factors[start : start + len(found_NF)] * found_NF).sum()
-
-
-@contextmanager
-def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    before = str(model.config._attn_implementation)
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 @contextmanager
@@ -221,24 +223,41 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
             holder.sliding_window = size
 
 
-def _rows(num_ids: int, seed: int) -> list[Row]:
+def _rows(num_ids: int, seed: int, vision: VisionSpec | None) -> list[Row]:
     draw = np.random.default_rng(seed)
     beginning = draw.integers(num_ids, size=max(LENGTHS))
     rows: list[Row] = []
     for i, (shared, length) in enumerate(zip(SHARED, LENGTHS, strict=True)):
         ids = np.concatenate([beginning[:shared], draw.integers(num_ids, size=length - shared)])
         mask = np.arange(length) > 0
-        rows.append(Row(row_id=i, rollout_id=i, group_id=0, token_ids=ids, loss_mask=mask))
+        media: list[Media] = []
+        if vision is not None:
+            ids[ids == vision.image_token_id] = vision.end_token_id  # the model's own forward wants an image for each
+            if i in IMAGE_ROWS:
+                media = [_image(vision, draw)]
+                ids[IMAGE_START : media[0].stop] = vision.image_token_id
+                mask[IMAGE_START : media[0].stop] = False
+        rows.append(Row(row_id=i, rollout_id=i, group_id=0, token_ids=ids, loss_mask=mask, media=media))
     return rows
 
 
+def _image(vision: VisionSpec, draw: np.random.Generator) -> Media:
+    grid = (1, vision.merge_size, 2 * vision.merge_size)
+    pixels = draw.normal(size=(2 * vision.merge_size**2, vision.patch_numbers)).astype(np.float32)
+    return Media(start=IMAGE_START, num_tokens=2, grid=grid, pixels=pixels)
+
+
 def _changed(rows: Sequence[Row]) -> list[Row]:
-    """Other tokens wherever a row has none in common with the first."""
+    """Other tokens wherever a row has none in common with the first, and other images."""
     first, *others = rows
     changed = [first]
     for row, shared in zip(others, SHARED[1:], strict=True):
         is_own = np.arange(row.num_tokens) >= shared
-        changed.append(replace(row, token_ids=np.where(is_own, row.token_ids[::-1], row.token_ids)))
+        for image in row.media:
+            is_own[image.start : image.stop] = False
+        ids = np.where(is_own, row.token_ids[::-1], row.token_ids)
+        media = [replace(image, pixels=-cast(Any, image.pixels), digest="") for image in row.media]
+        changed.append(replace(row, token_ids=ids, media=media))
     return changed
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from evenstep.credit import count_window, row_weights
 from evenstep.errors import PlanError, RowError
+from evenstep.media import VisionSpec
 from evenstep.plan import StepPlan, plan_cheapest, plan_step, shared_prefixes
 from evenstep.train.auto_layout import AutoLayout
 from evenstep.train.options import StepOptions
@@ -36,6 +37,7 @@ class PreparedWindow:
     segments_per_rollout_max: int
     has_signal: bool  # whether any trained token's advantage is not 0
     fields: tuple[str, ...]  # per-token fields that every row carries
+    vision: VisionSpec | None  # of the model, where any row of any rank has images
     settings: Mapping[str, object]  # that its plan and weights follow from
     digest: str  # of the plan, the weights and all rows
 
@@ -56,16 +58,22 @@ def prepare_window(
     auto: AutoLayout | None = None,
     max_tokens_per_gpu: int | None = None,
     rotary_limit: tuple[str, int] | None = None,
+    vision: VisionSpec | None = None,
 ) -> PreparedWindow:
     """Count, weigh and plan a window; a pure function of its arguments.
 
+    A row's length is that of its tokens and, with images, of the patches beside them: both take room and time. In a
+    rectangle, where all rows are as wide as the longest, that is more than what is computed.
+
     Layout "auto" is decided with ``auto`` under the budget of the options, so that all passes over a window decide
     alike; ``max_tokens_per_gpu`` is the budget of this pass, None: that of the options.
-    ``rotary_limit``: see ``evenstep.model_files.rotary_limit``.
+    ``rotary_limit``: see ``evenstep.model_files.rotary_limit``; ``vision``: what the model makes of images.
 
     Raises:
-        RowError: no rows, an id outside the vocabulary, or a per-token field that only some rows carry.
-        CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``; a micro-batch in which rotary
+        RowError: no rows, an id outside the vocabulary, a per-token field that only some rows carry, or images that
+            are not the model's.
+        CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``; images in layout ``tree``; a
+            micro-batch in which rotary
             angles of one row would depend on another one's length, or on padding.
     """
     if not rows:
@@ -74,6 +82,7 @@ def prepare_window(
         )
     fields = tuple(name for name in PER_TOKEN_FIELDS if _all_or_none(rows, name))
     _require_vocabulary(rows, vocab_size)
+    has_images = _check_images(rows, vision, options.layout)
     counts = count_window(rows, voters)
     weights_R = row_weights(
         rows,
@@ -82,7 +91,7 @@ def prepare_window(
         constant=options.normaliser_constant,
         allow_row_splits=options.allow_row_splits,
     )
-    lengths, layout, reason = [row.num_tokens for row in rows], options.layout, None
+    lengths, layout, reason = [row.num_tokens + row.num_patches for row in rows], options.layout, None
     settings: dict[str, Any] = {
         "num_ranks": num_ranks,
         "row_ids": [row.row_id for row in rows],
@@ -96,7 +105,7 @@ def prepare_window(
         "sync": plan_sync,
         "effort": options.effort,
     }
-    prefixes = shared_prefixes(prefix_keys(rows)) if layout in ("tree", "auto") else None
+    prefixes = shared_prefixes(prefix_keys(rows)) if layout in ("tree", "auto") and not has_images else None
     budget = options.max_tokens_per_gpu if max_tokens_per_gpu is None else max_tokens_per_gpu
     plan: StepPlan | None = None
     if layout == "auto":
@@ -104,7 +113,7 @@ def prepare_window(
         settings["cost"] = auto.cost
         choice = plan_cheapest(
             lengths,
-            layouts=auto.layouts,
+            layouts=tuple(each for each in auto.layouts if each != "tree" or not has_images),
             prefixes=prefixes,
             launch_tokens=auto.launch_tokens,
             max_tokens_per_gpu=options.max_tokens_per_gpu,
@@ -132,6 +141,7 @@ def prepare_window(
         segments_per_rollout_max=max(segments),
         has_signal=any(bool(row.advantages_T.any()) for row in rows),
         fields=fields,
+        vision=vision if has_images else None,
         settings=options.window_settings,
         digest=_digest(plan, weights_R, rows, fields),
     )
@@ -143,6 +153,26 @@ def prefix_keys(rows: Sequence[Row]) -> list[Int64Array]:
     That is the token id; whatever else a row brings along that changes a hidden state has to be numbered in here too.
     """
     return [row.token_ids for row in rows]
+
+
+def _check_images(rows: Sequence[Row], vision: VisionSpec | None, layout: str) -> bool:
+    """Whether any row has images; all of them, and the placeholders, must be the model's."""
+    with_images = [row for row in rows if row.media]
+    if with_images and vision is None:
+        raise RowError(
+            f"row {with_images[0].row_id!r} has {len(with_images[0].media)} images, and the model sees none "
+            f"({len(with_images)} of {len(rows)} rows have some); train a vision model, or leave the images out"
+        )
+    if with_images and layout == "tree":
+        raise PlanError(
+            f"layout 'tree' shares the tokens in which rows begin alike, and the features of an image are no tokens: "
+            f"found images in {len(with_images)} of {len(rows)} rows, such as {with_images[0].row_id!r}; use layout "
+            f"'packed', or 'auto'"
+        )
+    if vision is not None:
+        for row in rows:
+            vision.check(row.media, row.token_ids, row.loss_mask, f"row {row.row_id!r}")
+    return bool(with_images)
 
 
 def _require_vocabulary(rows: Sequence[Row], vocab_size: int) -> None:
@@ -198,6 +228,10 @@ def _digest(plan: StepPlan, weights_R: Float64Array, rows: Sequence[Row], fields
         state.update(repr((row.row_id, row.rollout_id, row.group_id)).encode())
         for values in (row.token_ids, row.loss_mask, row.advantages_T):
             state.update(np.ascontiguousarray(values).tobytes())
+        if row.media:
+            state.update(
+                repr([(image.start, image.num_tokens, image.grid, image.digest) for image in row.media]).encode()
+            )
         for name in fields:
             state.update(getattr(row, name)[row.loss_mask].tobytes())
     return state.hexdigest()

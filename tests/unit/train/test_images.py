@@ -1,0 +1,137 @@
+"""Images in the step. What is locked here:
+
+1. Neighbours: a row's log-probs do not depend on another row's image; images that change places change the step.
+2. Positions restart in every packed row; rows with images that take the positions of text are another model's.
+3. Refused with the reason: images in layout tree, of a model that sees none, and placeholders that lost theirs. Layout
+   auto leaves tree out.
+4. Patches take room: a micro-batch keeps to the budget with them.
+5. ``verify_layout`` sees a model that places images wrongly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import evenstep.train
+import tiny_vision as tiny
+from evenstep import Row
+from evenstep.errors import PlanError, RowError
+from evenstep.train import collate as collate_module
+from evenstep.train import vision as vision_module
+from evenstep.train.verify import verify_layout
+from tiny_models import tiny_model
+
+
+def trainer(model: Any = None, **options: Any) -> evenstep.train.Trainer:
+    model = tiny.tiny_vision_model() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return evenstep.train.Trainer(model, optimizer, **{"layout": "packed", "max_tokens_per_gpu": 200} | options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _float64() -> Any:
+    with tiny.true_float64():
+        yield
+
+
+@pytest.fixture(scope="module")
+def packed() -> evenstep.train.Trainer:
+    return trainer()
+
+
+def logprobs(one: evenstep.train.Trainer, rows: list[Row]) -> dict[Any, torch.Tensor]:
+    return one.score(rows)
+
+
+def with_images_of(row: Row, other: Row) -> Row:
+    return replace(row, media=[replace(new, start=old.start) for old, new in zip(row.media, other.media, strict=True)])
+
+
+def test_images_belong_to_their_row(packed: evenstep.train.Trainer) -> None:
+    a, b = tiny.row_of("a", 1, tiny.picture(1), 2, 3), tiny.row_of("b", 4, tiny.picture(2), 5, 6)
+    c = tiny.row_of("c", 7, 8, 9)
+    before = logprobs(packed, [a, b, c])
+    moved = logprobs(packed, [a, with_images_of(b, a), c])
+    assert torch.equal(before["a"], moved["a"])
+    assert torch.equal(before["c"], moved["c"])
+    assert not torch.allclose(before["b"], moved["b"], atol=1e-3)
+    swapped = logprobs(packed, [with_images_of(a, b), with_images_of(b, a), c])
+    assert not torch.allclose(before["a"], swapped["a"], atol=1e-3)
+    assert torch.equal(moved["b"], swapped["b"])
+
+
+def test_order_decides_which_image_stands_where(packed: evenstep.train.Trainer) -> None:
+    first, second = tiny.picture(1), tiny.picture(2)
+    rows = [tiny.row_of("r", 1, *pair, 2, 3) for pair in ((first, second), (second, first))]
+    one, other = (logprobs(packed, [row])["r"] for row in rows)
+    assert not torch.allclose(one, other, atol=1e-3)
+
+
+def test_positions_of_text_give_another_step(packed: evenstep.train.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tiny.mixed_rows()
+    right = logprobs(packed, rows)
+    for row in rows:
+        alone = tiny.own_logprobs(packed.model, row).detach()
+        is_trained = torch.from_numpy(row.loss_mask[1:].copy())
+        assert torch.allclose(right[row.row_id][1:][is_trained], alone[is_trained], atol=1e-12)
+    monkeypatch.setattr(
+        collate_module,
+        "_positions_among_images",
+        lambda rows, ids, index, positions, vision: positions.expand(3, 1, -1),
+    )
+    wrong = logprobs(packed, rows)
+    assert torch.equal(right["text"], wrong["text"])
+    assert not torch.allclose(right["two"], wrong["two"], atol=1e-3)
+
+
+def test_tree_is_refused_and_auto_avoids_it(packed: evenstep.train.Trainer) -> None:
+    rows = tiny.mixed_rows()
+    with pytest.raises(PlanError, match="found images in 4 of 6 rows, such as 'one'; use layout 'packed'"):
+        trainer(layout="tree").forward_backward(rows)
+    auto = trainer(layout="auto")
+    assert auto.auto is not None
+    assert "tree" in auto.auto.layouts
+    window = auto.prepare(rows)
+    assert window.plan.layout != "tree"
+    assert "tree" not in str(window.layout_reason)
+    assert auto.forward_backward(window).loss == pytest.approx(packed.forward_backward(rows).loss, abs=1e-12)
+    packed.optim_step()
+
+
+def test_a_model_without_eyes_is_refused() -> None:
+    rows = tiny.mixed_rows()
+    with pytest.raises(RowError, match=r"row 'one' has 1 images, and the model sees none \(4 of 6 rows"):
+        trainer(tiny_model("qwen3"), layout="padded").prepare(rows)
+
+
+def test_placeholders_without_images_are_refused(packed: evenstep.train.Trainer) -> None:
+    rows = [replace(row, media=()) for row in tiny.mixed_rows()]
+    with pytest.raises(RowError, match="row 'one': token 2 is an image placeholder"):
+        packed.prepare(rows)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_patches_take_room(layout: str) -> None:
+    rows = [tiny.row_of(str(i), 1, tiny.picture(i, height=8, width=8), 2, 3) for i in range(4)]
+    one = trainer(layout=layout, max_tokens_per_gpu=60)
+    cells = one.prepare(rows).plan.cells[0]
+    sizes = [sum(rows[i].num_tokens + rows[i].num_patches for i in cell) for cell in cells]
+    assert sizes == [50, 50]  # 9 tokens and 16 patches a row: two rows fit, by tokens alone six would
+    assert max(len(cell) for cell in cells) == 2
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_images_in_the_wrong_place_are_found(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(media: Any, *args: Any, **settings: Any) -> Any:
+        return make_images([(image, index[::-1].copy()) for image, index in media], *args, **settings)
+
+    make_images = vision_module.make_images
+    model = tiny.tiny_vision_model()
+    verify_layout(model, layout, trained=dict(model.named_parameters()))
+    monkeypatch.setattr(collate_module, "make_images", shifted)
+    with pytest.raises(PlanError, match="they differ by"):
+        verify_layout(model, layout)
