@@ -1,12 +1,14 @@
-"""The same step in every layout: ``python benchmarks/layouts.py [--rows shared|alone] [--model 5m|qwen3-4b]``.
+"""The same step in every layout: ``python benchmarks/layouts.py [--rows shared|alone|lognormal] [--model ...]``.
 
-64 rows of 8 prompts × 8 rollouts: prompts of 384 tokens, completions lognormal with median 64 and sigma 0.5, random
-ids, completions trained. ``shared``: the rollouts of a group begin with their prompt; ``alone``: every row has a prompt
-of its own, so there is nothing to share. Every arm and gradient-sync mode runs in processes of its own, one thread per
-rank on a CPU; an arm's line is that of its fastest mode. All arms must find the same loss and gradient norm.
+64 rows of 8 prompts × 8 rollouts, random ids, completions trained. ``shared``: prompts of 384 tokens that the rollouts
+of a group begin with, completions lognormal with median 64 and sigma 0.5; ``alone``: the same, but every row has a
+prompt of its own, so there is nothing to share; ``lognormal``: prompts of 16 tokens, and whole rows whose lengths are
+the 64 evenly spaced quantiles of a lognormal with median 125 and sigma 0.75 (longest 766), in an order by seed. Every
+arm and gradient-sync mode runs in processes of its own, one thread per rank on a CPU; an arm's line is that of its
+fastest mode. All arms must find the same loss and gradient norm.
 
 ``fixed`` runs one row per micro-batch at its own length. ``widest`` is the same with every row padded to the longest
-of the window, which is what a trainer without a token budget does.
+of the window, which is what a trainer without a token budget does. ``auto`` is the layout that a run chooses.
 
 ``--model qwen3-4b`` has the shape of Qwen3-4B with random weights and computes in bfloat16: for a GPU, with
 ``--ranks 1``.
@@ -23,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +41,8 @@ from evenstep.types import Row
 
 NUM_PROMPTS, NUM_ROLLOUTS = 8, 8
 PROMPT_TOKENS, MEDIAN_TOKENS, SIGMA = 384, 64, 0.5
-WARM_UP = 2
-ARMS = ("widest", "fixed", "padded", "packed", "tree")
+LOGNORMAL_PROMPT_TOKENS, ROW_MEDIAN_TOKENS, ROW_SIGMA = 16, 125, 0.75
+ARMS = ("widest", "fixed", "padded", "packed", "tree", "auto")
 MODES: dict[str, dict[str, Any]] = {
     "replicated": {},
     "fsdp2, last": {"sync": "last"},
@@ -64,9 +67,11 @@ class Figures:
 
     arm: str
     mode: str
+    layout: str  # that the window ran in
     backend: str | None
     num_microbatches: int
     num_tokens: int  # computed, padding included, over all ranks
+    padding_efficiency: float
     seconds: list[float]  # of each step
     peak_bytes: int
     loss: float
@@ -79,7 +84,8 @@ class Figures:
     def line(self, first: Figures) -> str:
         spread = statistics.quantiles(self.seconds, n=4) if len(self.seconds) > 1 else [self.median] * 3
         return (
-            f"| {self.arm} | {self.mode} | {self.backend or 'own'} | {self.num_microbatches} | {self.num_tokens:,} "
+            f"| {self.arm}{f' ({self.layout})' if self.arm == 'auto' else ''} | {self.mode} | {self.backend or 'own'} "
+            f"| {self.num_microbatches} | {self.num_tokens:,} | {self.padding_efficiency:.3f} "
             f"| {self.median:.3f} ({spread[0]:.3f} to {spread[2]:.3f}) | {first.median / self.median:.2f} "
             f"| {self.peak_bytes / 2**20:,.0f} |"
         )
@@ -87,6 +93,8 @@ class Figures:
 
 def make_rows(kind: str, vocab_size: int, seed: int) -> list[Row]:
     draw = np.random.default_rng(seed)
+    if kind == "lognormal":
+        return _lognormal_rows(vocab_size, draw)
     rows: list[Row] = []
     for group in range(NUM_PROMPTS):
         prompt = draw.integers(vocab_size, size=PROMPT_TOKENS)
@@ -107,15 +115,45 @@ def make_rows(kind: str, vocab_size: int, seed: int) -> list[Row]:
     return rows
 
 
-def measure(options: argparse.Namespace) -> Figures:
+def _lognormal_rows(vocab_size: int, draw: np.random.Generator) -> list[Row]:
+    """Rewards are random; an advantage is the reward minus its group's mean."""
+    num_rows, num_context = NUM_PROMPTS * NUM_ROLLOUTS, LOGNORMAL_PROMPT_TOKENS
+    normal = statistics.NormalDist(float(np.log(ROW_MEDIAN_TOKENS)), ROW_SIGMA)
+    lengths = np.exp([normal.inv_cdf((index + 0.5) / num_rows) for index in range(num_rows)]).round().astype(int)
+    sizes = np.maximum(draw.permutation(lengths) - num_context, 1).reshape(NUM_PROMPTS, NUM_ROLLOUTS)
+    rewards = draw.normal(size=sizes.shape)
+    rows: list[Row] = []
+    for group, (sizes_of_group, rewards_of_group) in enumerate(zip(sizes, rewards, strict=True)):
+        prompt = draw.integers(vocab_size, size=num_context)
+        for rollout, size in enumerate(sizes_of_group):
+            ids = np.concatenate([prompt, draw.integers(vocab_size, size=size)])
+            rows.append(
+                Row(
+                    row_id=f"{group}/{rollout}",
+                    rollout_id=f"{group}/{rollout}",
+                    group_id=f"{group}",
+                    token_ids=ids,
+                    loss_mask=np.arange(ids.size) >= num_context,
+                    advantage=float(rewards_of_group[rollout] - rewards_of_group.mean()),
+                )
+            )
+    return rows
+
+
+def make_model(name: str) -> Any:
+    """Random weights, the same in every process."""
     torch.manual_seed(0)
-    shape = MODELS[options.model]
     with torch.device(device()):
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**shape, **TINY))
+        return Qwen3ForCausalLM(Qwen3Config(**MODELS[name], **TINY))
+
+
+def measure(options: argparse.Namespace, look_at_gradient: Callable[[Any], None] | None = None) -> Figures:
+    """The steps of one arm in one mode; ``look_at_gradient`` sees the model after its first window."""
+    model = make_model(options.model)
     if options.mode != "replicated":
         shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device().type == "cuda")
-    rows = make_rows(options.rows, shape["vocab_size"], options.seed)
+    rows = make_rows(options.rows, MODELS[options.model]["vocab_size"], options.seed)
     layout = {"layout": "fixed" if options.arm == "widest" else options.arm}
     if options.arm == "widest":
         layout["pad_to_multiple"] = max(row.num_tokens for row in rows)
@@ -124,15 +162,17 @@ def measure(options: argparse.Namespace) -> Figures:
     budget = {} if layout["layout"] == "fixed" else {"max_tokens_per_gpu": options.budget}
     trainer = Trainer(model, optimizer, max_grad_norm=1.0, **layout, **budget, **MODES[options.mode])
     seconds: list[float] = []
-    for step in range(WARM_UP + options.steps):
+    for step in range(options.warm_up + options.steps):
         if dist.is_initialized():
             dist.barrier()
         began = time.perf_counter()
         result = trainer.forward_backward(rows)
+        if step == 0 and look_at_gradient is not None:
+            look_at_gradient(model)
         outcome = trainer.optim_step()
         if device().type == "cuda":
             torch.cuda.synchronize()
-        if step >= WARM_UP:
+        if step >= options.warm_up:
             seconds.append(time.perf_counter() - began)
         if step == 0:
             loss, grad_norm = result.loss, outcome.grad_norm
@@ -142,9 +182,11 @@ def measure(options: argparse.Namespace) -> Figures:
     mine = Figures(
         arm=options.arm,
         mode=options.mode,
+        layout=result.plan.layout,
         backend=trainer.backends[result.plan.layout],
         num_microbatches=result.plan.num_microbatches,
-        num_tokens=round(sum(row.num_tokens for row in rows) / result.plan.stats.padding_efficiency),
+        num_tokens=result.plan.stats.footprint + result.plan.stats.filler_footprint,
+        padding_efficiency=result.plan.stats.padding_efficiency,
         seconds=seconds,
         peak_bytes=peak,
         loss=loss,
@@ -163,11 +205,12 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", choices=["shared", "alone"], default="shared")
+    parser.add_argument("--rows", choices=["shared", "alone", "lognormal"], default="shared")
     parser.add_argument("--model", choices=list(MODELS), default="5m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before them that are in no time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
@@ -183,10 +226,12 @@ def main() -> None:
     print(
         f"{len(rows)} rows ({options.rows}), {sum(row.num_tokens for row in rows):,} tokens, "
         f"{sum(row.num_trained_tokens for row in rows):,} trained; budget {options.budget:,}; {options.ranks} ranks; "
-        f"{options.steps} steps after {WARM_UP}; seed {options.seed}\n"
+        f"{options.steps} steps after {options.warm_up}; seed {options.seed}\n"
     )
-    print("| arm | fastest mode | attention | K | tokens computed | seconds (quartiles) | speed-up | peak MiB |")
-    print("|" + "---|" * 8)
+    print(
+        "| arm | fastest mode | attention | K | tokens computed | padding | seconds (quartiles) | speed-up | peak MiB |"
+    )
+    print("|" + "---|" * 9)
     first: Figures | None = None
     others: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

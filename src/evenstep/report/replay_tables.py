@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,26 @@ __all__ = ["replay_section"]
 MAX_FILES = 8
 MAX_ARMS = 40
 MAX_COLUMNS = 40
-# metric -> how it is headed; others follow under their own names
+# metric -> how it is headed in the table that one sees first
 HEADINGS = {
-    "status": "status",
+    "result": "result",
     "steps_completed": "steps",
     "rows_consumed": "rows",
-    "step_seconds_median": "seconds per step, median",
-    "speedup_paired_median": "times as fast as the first arm, median of pairs",
-    "peak_memory_bytes": "peak memory, MiB",
-    "padding_efficiency": "padding efficiency",
-    "tokens_per_second": "tokens per second",
-    "loss_max_abs_difference": "loss, most |difference|",
-    "gradient_cosine_min": "gradient cosine, least",
-    "gradient_relative_difference_max": "gradient, largest relative difference",
-    "update_cosine_min": "update cosine, least",
-    "weight_max_abs_difference": "weights, most |difference|",
+    "step_seconds_median": "s/step",
+    "speedup_paired_median": "speed",
+    "peak_memory_bytes": "peak MiB",
+    "padding_efficiency": "padding",
+    "num_microbatches_median": "K",
+    "gradient_cosine_min": "cosine",
+    "gradient_relative_difference_max": "gradient",
+    "loss_max_abs_difference": "loss",
 }
+LEGEND = (
+    "<p>s/step: median seconds of a step; speed: how often that fits into the first arm's, median over pairs of the "
+    "same step; padding: real tokens / tokens computed; K: micro-batches per rank, median. Against the first arm, the "
+    "worst step of each: cosine and relative difference of the whole gradient before clipping, |difference| of the "
+    "loss.</p>"
+)
 
 Json = Mapping[str, Any]
 
@@ -70,33 +74,61 @@ def _table(name: str, data: Any) -> str:
     floor = data.get("noise_floor")
     if isinstance(floor, dict):
         lines.append(("noise floor", floor))
-    columns = _columns([figures for _, figures in lines])
-    head = "".join(f'<th scope="col">{escaped(HEADINGS.get(key, key.replace("_", " ")), 80)}</th>' for key in columns)
-    body = "".join(
-        f'<tr><th scope="row">{escaped(arm, 200)}</th>'
-        + "".join(f"<td>{_figure(key, figures.get(key))}</td>" for key in columns)
-        + "</tr>"
-        for arm, figures in lines
-    )
     facts = [
         f"{escaped(key.replace('_', ' '), 80)} {_figure(key, value)}"
         for key, value in list(data.items())[:MAX_COLUMNS]
-        if key not in ("arms", "noise_floor", "format_version") and _is_plain(value)
+        if key not in ("arms", "noise_floor", "format_version", "kind", "passed") and _is_plain(value)
     ]
-    title = escaped(name, 120)
-    said = f"<p>{'; '.join(facts)}</p>" if facts else ""
+    title, said = (
+        escaped(name, 120),
+        [f"<li>{text}</li>" for arm, figures in lines for text in _sentences(arm, figures)],
+    )
+    shown = [(arm, {"result": _result(figures), **figures}) for arm, figures in lines]
+    there = {key for _, figures in shown for key, value in figures.items() if _is_plain(value)}
+    all_keys = dict.fromkeys(key for _, figures in lines for key in figures if key in there)
     return (
-        f"<h3>{title}</h3>{said}"
-        f'<div class="wide" tabindex="0" role="region" aria-label="Replay {title}"><table><thead><tr>'
+        f"<h3>{title}</h3>"
+        + _grid(f"Replay {title}", shown, {key: text for key, text in HEADINGS.items() if key in there})
+        + LEGEND
+        + (f"<ul>{''.join(said)}</ul>" if said else "")
+        + f"<details><summary>All figures of {title}</summary><p>{'; '.join(facts)}</p>"
+        + _grid(f"All figures of {title}", lines, {key: key.replace("_", " ") for key in list(all_keys)[:MAX_COLUMNS]})
+        + "</details>"
+    )
+
+
+def _grid(label: str, lines: Sequence[tuple[str, Json]], headings: Mapping[str, str]) -> str:
+    head = "".join(f'<th scope="col">{escaped(text, 80)}</th>' for text in headings.values())
+    body = "".join(
+        f'<tr><th scope="row">{escaped(arm, 200)}</th>'
+        + "".join(f"<td>{_figure(key, figures.get(key))}</td>" for key in headings)
+        + "</tr>"
+        for arm, figures in lines
+    )
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table><thead><tr>'
         f'<th scope="col">arm</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
-def _columns(lines: Sequence[Json]) -> list[str]:
-    there = {key for figures in lines for key, value in figures.items() if _is_plain(value)}
-    known = [key for key in HEADINGS if key in there]
-    others = [key for figures in lines for key in figures if key in there and key not in HEADINGS]
-    return [*known, *dict.fromkeys(others)][:MAX_COLUMNS]
+def _result(figures: Json) -> str | None:
+    """passed or failed where that was judged, else how the arm ended."""
+    status, passed = figures.get("status"), figures.get("passed")
+    if status not in (None, "ok") or not isinstance(passed, bool):
+        return None if status is None else str(status)
+    return "passed" if passed else "failed"
+
+
+def _sentences(arm: str, figures: Json) -> Iterator[str]:
+    """Why an arm failed, and where it began."""
+    name, problem, first = escaped(arm, 200), figures.get("problem"), figures.get("first_deviation")
+    if isinstance(problem, str):
+        yield f"<b>{name}</b> failed: {escaped(problem, 600)}"
+    if isinstance(first, dict):
+        places = {"worst_parameter": "most in", "worst_row": "log-probs differ most in row",
+                  "worst_row_microbatch": "micro-batch", "worst_row_rank": "of rank"}  # fmt: skip
+        where = [f"{said} {escaped(first[key], 200)}" for key, said in places.items() if _is_plain(first.get(key))]
+        yield f"<b>{name}</b> first left the limit in step {escaped(first.get('step'), 40)}: {', '.join(where)}"
 
 
 def _is_plain(value: Any) -> bool:
@@ -121,4 +153,4 @@ def _figure(key: str, value: Any) -> str:
         return "1" if value == 1 else f"1 − {1 - value:.1g}"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4g}"
+    return f"{value:.2g}" if "difference" in key else f"{value:.4g}"

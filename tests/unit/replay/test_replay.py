@@ -115,10 +115,10 @@ def run(asked: ReplayOptions, fault: Fault | None = None) -> tuple[dict[str, Any
 
 def test_equal_arms_and_a_wrong_normaliser(tmp_path: Path) -> None:
     wrong = "padded,credit.normaliser=rollout"
-    result, said = run(options(tmp_path, "fixed", "packed,max_tokens_per_gpu=48", wrong))
+    result, said = run(options(tmp_path, "fixed", "packed,max_tokens_per_gpu=48", "auto", wrong))
     assert not result["passed"]
     fixed, packed = result["arms"]["fixed"], result["arms"]["packed,max_tokens_per_gpu=48"]
-    for arm in (fixed, packed):
+    for arm in (fixed, packed, result["arms"]["auto"]):
         assert arm.keys() >= FIGURES
         assert (arm["status"], arm["passed"]) == ("ok", True)
         assert (arm["steps_completed"], arm["rows_consumed"]) == (NUM_STEPS, NUM_STEPS * sum(SEGMENTS))

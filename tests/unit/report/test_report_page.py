@@ -494,6 +494,24 @@ def test_replays_are_tables(tmp_path: Path) -> None:
     assert any("other.json" in note for note in page.notes)
 
 
+def test_a_failed_arm_of_a_replay_says_why_and_where(tmp_path: Path) -> None:
+    path = small_run(tmp_path / "run")
+    where = {"step": 3, "worst_parameter": "model.norm.weight", "worst_row": "g1/r0#1", "worst_row_microbatch": 2,
+             "worst_row_rank": 1}  # fmt: skip
+    wrong = {"status": "ok", "passed": False, "problem": "its gradient <i>differs</i>", "first_deviation": where}
+    arms = {"fixed": {"status": "ok", "passed": True}, "padded": wrong, "tree": {"status": "oom", "passed": False}}
+    (path / "replay").mkdir()
+    (path / "replay" / "first.json").write_text(json.dumps({"arms": arms}))
+    section = run_page(path).html.partition('<section id="replay">')[2].partition("</section>")[0]
+    table, _, rest = section.partition("</table>")
+    assert re.findall("<td>(.*?)</td>", table) == ["passed", "failed", "oom"]
+    assert "<b>padded</b> failed: its gradient &lt;i&gt;differs&lt;/i&gt;" in rest
+    assert (
+        "<b>padded</b> first left the limit in step 3: most in model.norm.weight, log-probs differ most in row "
+        "g1/r0#1, micro-batch 2, of rank 1"
+    ) in rest
+
+
 # --- 9
 
 
