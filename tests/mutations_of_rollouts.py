@@ -16,7 +16,7 @@ _COLLECTOR = partial(Mutation, module="evenstep.rollout.collector")
 _FOOTPRINT = partial(Mutation, module="evenstep.plan.footprint")
 _PROMISES = partial(Mutation, module="evenstep.plan.promises")
 _IN_PROCESS = partial(Mutation, module="evenstep.rollout.in_process")
-_SERVER = partial(Mutation, module="evenstep.rollout.server")
+_SERVER = partial(Mutation, module="evenstep.rollout.server_pool")
 _SERVER_API = partial(Mutation, module="evenstep.rollout.server_api")
 _METRICS = partial(Mutation, module="evenstep.train.metrics")
 
@@ -40,8 +40,8 @@ WINDOWS: list[Mutation] = [
     _SERVER(
         name="the version of a call",
         why="A call has another version than the weights that answered it.",
-        old="weight_version=version,\n                    )",
-        new="weight_version=self._version + 1,\n                    )",
+        old="weight_version=version,\n        )",
+        new="weight_version=version + 1,\n        )",
         killed_by=TEST_SERVER + "test_a_call[vllm]",
     ),
     _SERVER_API(

@@ -10,6 +10,7 @@ from functools import partial
 from mutations import Mutation
 
 _CAPTURED = partial(Mutation, module="evenstep.serve.captured")
+_CAPTURE = partial(Mutation, module="evenstep.serve.capture")
 _HISTORY = partial(Mutation, module="evenstep.serve.history")
 
 TEST = "tests/unit/serve/test_capture.py::"
@@ -29,7 +30,7 @@ SERVING: list[Mutation] = [
         new="turn.is_rejected",
         killed_by=TEST + "test_of_several_choices_the_continued_one_is_trained",
     ),
-    _CAPTURED(
+    _CAPTURE(
         name="ids behind a stop string",
         why="What was sampled behind a stop string is trained, although nobody read it.",
         old="output_ids=call.output_ids[:high], logprobs=call.logprobs[:high]",

@@ -12,7 +12,7 @@ from typing import Any
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.engine import Completion, Request
 from evenstep.serve.app import make_app
-from evenstep.serve.captured import Capture, CaptureLimits
+from evenstep.serve.capture import Capture, CaptureLimits
 from evenstep.serve.registry import Registry
 from evenstep.serve.running import bound_socket, serving
 from evenstep.serve.tool_calls import tool_family
@@ -90,7 +90,7 @@ class AsyncEngine:
 
 
 def make_capture(engine: Any, **options: Any) -> Capture:
-    tokenizer = ToolTokenizer()
+    tokenizer = options.pop("tokenizer", None) or ToolTokenizer()
     limits = CaptureLimits(**({"max_tokens_per_call": 200} | options.pop("limits", {})))
     return Capture(
         engine=engine,

@@ -26,6 +26,7 @@ __all__ = ["serve"]
 KEY_VARIABLE = "EVENSTEP_ADMIN_KEY"
 ENGINE_KEY_VARIABLE = "EVENSTEP_ENGINE_KEY"
 MIN_KEY_LENGTH = 16
+MAX_NAMED = 50  # rollouts in a message
 # what errors about servers call by a configuration's key is an option here
 OPTIONS_OF_KEYS = {
     "engine.reconnect_limit_s = ": "",
@@ -137,7 +138,7 @@ def serve(
                 f"--max-context-tokens must be at most {most}, what {model} was made for, found {max_context_tokens}"
             )
 
-        from evenstep.serve.captured import CaptureLimits
+        from evenstep.serve.capture import CaptureLimits
         from evenstep.serve.running import bound_socket
 
         limits = CaptureLimits(
@@ -252,7 +253,7 @@ def _capture(
     """An engine, in this process or on servers, and what rollouts share."""
     from evenstep.errors import EngineError
     from evenstep.serve.batches import in_background
-    from evenstep.serve.captured import Capture
+    from evenstep.serve.capture import Capture
     from evenstep.serve.tool_calls import tool_family
     from evenstep.train.serving import connect_engine, load_engine
 
@@ -284,6 +285,7 @@ def _capture(
         model_name=model,
         temperature=temperature,
         vocab_size=loaded.vocab_size,
+        longest_token=max(map(len, loaded.tokenizer.get_vocab())),
         on_undeclared=on_undeclared,
         tool_family=tool_family(str(loaded.tokenizer.chat_template or "")),
     )
@@ -323,6 +325,7 @@ async def _serve(
     max_open_rollouts: int,
     options: dict[str, Any],
 ) -> None:
+    from evenstep.errors import StateError
     from evenstep.files import RolloutWriter, read_rollouts
     from evenstep.serve.app import make_app
     from evenstep.serve.registry import Registry
@@ -351,6 +354,12 @@ async def _serve(
             elif admin_key is not None and not os.environ.get(KEY_VARIABLE):
                 typer.echo(f"Admin key: {admin_key}", err=True)
             await stop.wait()
+        if lost := registry.unwritten_ids:
+            raise StateError(
+                f"every rollout must be in {out} when the server stops, found that the disk did not take {len(lost)} "
+                f"of them: {', '.join(lost[:MAX_NAMED])}{' …' if len(lost) > MAX_NAMED else ''}; they are lost, those "
+                f"that were acknowledged are there; make room before the next start"
+            )
     if lock is not None:
         os.close(lock)
     typer.echo("Stopped; rollouts without a reward were written as failed.", err=True)

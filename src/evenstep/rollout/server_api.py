@@ -6,34 +6,22 @@ wrong step and not a wrong answer.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import httpx2 as httpx
-
 from evenstep.errors import EngineError
 from evenstep.rollout.engine import FinishReason
+from evenstep.rollout.server_connection import Connection, UnavailableError, shortened
 from evenstep.types import Sampling
 
-__all__ = ["APIS", "Answer", "Connection", "ServerApi", "ServerFacts", "UnavailableError"]
+__all__ = ["APIS", "Answer", "ServerApi", "ServerFacts"]
 
 SAMPLED_MODES = ("processed_logprobs",)  # log-probs of the distribution sampled from
 RAW_MODES = ("raw_logprobs",)  # the same at temperature 1 alone
 TOKENIZER_TEXT = "The 3 quick foxes jump: 12 + 345 = 357."
-UNAVAILABLE = (502, 503, 504)
 RESUME_S = 30.0
-CONNECT_S = 10.0  # most seconds until a server takes a connection
-
-
-class UnavailableError(Exception):
-    """Nothing of an answer was accepted, so the same request may be sent again."""
-
-    def __init__(self, reason: str, *, is_timeout: bool = False) -> None:
-        super().__init__(reason)
-        self.is_timeout = is_timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,82 +41,6 @@ class Answer:
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
-
-
-class Connection:
-    """JSON calls to one server; says which failures may pass and which do not."""
-
-    def __init__(self, client: httpx.AsyncClient, url: str) -> None:
-        self.url = url.rstrip("/")
-        self._client = client
-
-    async def get(self, path: str, *, timeout_s: float = 30.0) -> Any:
-        return await self._call("GET", path, None, timeout_s)
-
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
-        return await self._call("POST", path, body, timeout_s)
-
-    async def has(self, path: str) -> bool:
-        """Whether a GET of this path finds anything."""
-        response = await self._send("GET", path, None, 30.0)
-        return response.status_code != 404
-
-    async def check_health(self) -> None:
-        """Raise an UnavailableError, or what the server has against being asked."""
-        status = (await self._send("GET", "/health", None, 10.0)).status_code
-        # the others are refused by the next call, with the reason
-        if status != 200 and status not in (401, 403, 404) and not 300 <= status < 400:
-            raise UnavailableError(f"GET /health answered {status}")
-
-    async def is_healthy(self) -> bool:
-        try:
-            await self.check_health()
-        except UnavailableError:
-            return False
-        return True
-
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
-        response = await self._send(method, path, body, timeout_s)
-        status = response.status_code
-        if 300 <= status < 400:  # followed, it would take ids and the key to a place that nobody named
-            raise EngineError(
-                f"the server at {self.url} must answer {method} {path} itself, found status {status} to "
-                f"{response.headers.get('location', 'another place')}; put the address that serves into engine.urls"
-            )
-        if status in UNAVAILABLE:
-            raise UnavailableError(f"{method} {path} answered {status}: {_short(response.text)}")
-        if status >= 500 and not await self.is_healthy():
-            raise UnavailableError(f"{method} {path} answered {status} and it is not healthy: {_short(response.text)}")
-        if status >= 400:
-            raise EngineError(
-                f"the server at {self.url} must serve {method} {path}, found status {status}: {_short(response.text)}; "
-                f"{_advice(status, path)}"
-            )
-        if not response.content:
-            return None
-        try:
-            return response.json()
-        except ValueError as error:
-            raise EngineError(
-                f"the server at {self.url} must answer {method} {path} with JSON, found {_short(response.text)!r} "
-                f"({error}); is another kind of server behind this address?"
-            ) from error
-
-    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> httpx.Response:
-        # httpx counts from byte to byte, and an answer that drips would never end
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._client.request(
-                    method, self.url + path, json=None if body is None else dict(body), timeout=timeout
-                )
-        except httpx.ConnectTimeout as error:  # nothing was asked: a machine that is off, not a call that is too long
-            raise UnavailableError(f"{method} {path}: no connection within {timeout.connect:g} seconds") from error
-        except (httpx.TimeoutException, TimeoutError) as error:
-            reason = f"{method} {path}: no answer within {timeout_s:g} seconds"
-            raise UnavailableError(reason, is_timeout=True) from error
-        except (httpx.TransportError, httpx.StreamError) as error:
-            raise UnavailableError(f"{method} {path}: {type(error).__name__} {error}".rstrip()) from error
 
 
 class ServerApi(Protocol):
@@ -383,7 +295,7 @@ class SglangApi:
         found = await server.post("/update_weights_from_disk", body, timeout_s=timeout_s)
         if not isinstance(found, dict) or found.get("success") is not True:
             raise EngineError(
-                f"the server at {server.url} must load the weights in {folder}, found {_short(str(found))}; does it "
+                f"the server at {server.url} must load the weights in {folder}, found {shortened(str(found))}; does it "
                 f"see the folder under the same path?"
             )
 
@@ -469,8 +381,8 @@ async def _tokens(server: Connection, body: Mapping[str, Any]) -> list[int] | No
 def _field(server: Connection, found: Any, name: str, kind: type, what: str) -> Any:
     if not isinstance(found, dict) or not isinstance(found.get(name), kind) or found.get(name) is None:
         raise EngineError(
-            f"the server at {server.url} must answer {what} with {name!r}, found {_short(str(found))}; is it the kind "
-            f"of server that engine.kind names, and new enough (vLLM 0.32, SGLang 0.5)?"
+            f"the server at {server.url} must answer {what} with {name!r}, found {shortened(str(found))}; is it the "
+            f"kind of server that engine.kind names, and new enough (vLLM 0.32, SGLang 0.5)?"
         )
     return found[name]
 
@@ -478,17 +390,3 @@ def _field(server: Connection, found: Any, name: str, kind: type, what: str) -> 
 def _first_difference(given: Sequence[int], asked: Sequence[int]) -> int:
     pairs = zip(given, asked, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(given), len(asked)))
-
-
-def _advice(status: int, path: str) -> str:
-    if status in (401, 403):
-        return "name the environment variable that holds its key in engine.api_key_variable"
-    if status == 404 and not path.startswith("/v1"):
-        return (
-            "vLLM serves the routes for weights with the environment variable VLLM_SERVER_DEV_MODE=1 only, from 0.32 on"
-        )
-    return "its own log says more"
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[:300]

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from evenstep.serve.captured import Capture
+from evenstep.serve.capture import Capture
 from evenstep.serve.history import Answer
 from evenstep.serve.schemas import ChatBody, CompletionBody, SamplingBody
 

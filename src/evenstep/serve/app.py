@@ -112,7 +112,8 @@ def _lifespan(registry: Registry) -> Callable[[FastAPI], Any]:
         finally:
             sweeper.cancel()
             await asyncio.gather(sweeper, return_exceptions=True)
-            await registry.end_all("the server was stopped")
+            with suppress(RefusedError):  # it is logged, and whoever stops the server asks what is not written
+                await registry.end_all("the server was stopped")
 
     return lifespan
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from evenstep.errors import ConfigError, EvenstepError, SegmentationError
+from evenstep.errors import EvenstepError, SegmentationError
 from evenstep.rollout.agent import RolloutIdentity
-from evenstep.rollout.call_tree import OnUndeclared
-from evenstep.rollout.calls import recorded_call
-from evenstep.rollout.chat import ChatRenderer
-from evenstep.rollout.engine import Engine
 from evenstep.rollout.seeds import mixed_seed
 from evenstep.rollout.segments import segmentation_of
-from evenstep.serve.conversation import Conversations, Message, ToolTokenizer
+from evenstep.serve.capture import Capture, answers_to
 from evenstep.serve.history import Answer, History, Turn
 from evenstep.serve.log import log_event
 from evenstep.serve.refusals import RefusedError
@@ -28,81 +22,12 @@ from evenstep.serve.schemas import (
     RewardBody,
     SamplingBody,
     refuse_other_distributions,
-    stop_strings,
 )
-from evenstep.serve.tool_calls import ToolFamily, found_tool_calls
-from evenstep.types import BreakReason, Call, Rollout, Sampling, Status
+from evenstep.types import BreakReason, Rollout, Status
 
-__all__ = ["Capture", "CaptureLimits", "CapturedRollout", "random_identity"]
+__all__ = ["CapturedRollout"]
 
 IsGone = Callable[[], Awaitable[bool]] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaptureLimits:
-    """How much a rollout may ask for, and all of them together.
-
-    Raises:
-        ConfigError: a limit below 1.
-    """
-
-    max_tokens_per_call: int  # most that a call may sample, and what it may where it does not say
-    max_calls: int = 64  # of a rollout; with more it is truncated
-    max_segments: int = 16  # of a rollout; with more it is truncated
-    max_sampled_tokens: int | None = None  # of a rollout; at so many it is truncated
-    max_concurrent_calls: int = 64  # of all rollouts together
-    max_concurrent_calls_per_rollout: int = 16
-    timeout_s: float = 3600.0  # from a rollout's first moment to its reward
-
-    def __post_init__(self) -> None:
-        for name in (
-            "max_tokens_per_call", "max_calls", "max_segments", "max_sampled_tokens", "max_concurrent_calls",
-            "max_concurrent_calls_per_rollout",
-        ):  # fmt: skip
-            value: int | None = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, found {value}")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"a rollout's time limit must be above 0 seconds, found {self.timeout_s}")
-
-
-@dataclass(slots=True, kw_only=True)
-class Capture:
-    """What all rollouts of a server share."""
-
-    engine: Engine
-    tokenizer: ToolTokenizer
-    limits: CaptureLimits
-    renderer: ChatRenderer
-    model_name: str = "policy"
-    temperature: float = 1.0  # trained at, and so the only one that may be asked for
-    is_greedy: bool = False  # sample greedily whatever is asked for, as an evaluation does
-    max_context_tokens: int | None = None  # of a prompt and its output; None: the engine's
-    vocab_size: int | None = None
-    on_undeclared: OnUndeclared = "error"
-    tool_family: ToolFamily | None = None
-    on_engine_error: Callable[[EvenstepError], None] | None = None
-    num_running: int = 0  # calls that the engine is asked now
-    conversations: Conversations = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.conversations = Conversations(self.tokenizer, self.renderer)
-
-    @property
-    def context_tokens(self) -> int:
-        most = self.engine.max_context_tokens
-        return most if self.max_context_tokens is None else min(most, self.max_context_tokens)
-
-
-def random_identity(rollout_id: str, *, group_id: str, prompt_id: str) -> RolloutIdentity:
-    """Of a rollout that no run knows: calls without a seed draw a random one."""
-    return RolloutIdentity(
-        rollout_id=rollout_id,
-        group_id=group_id,
-        prompt_id=prompt_id,
-        key=(),
-        seed_of_call=lambda _: secrets.randbits(63),
-    )
 
 
 class CapturedRollout:
@@ -148,26 +73,28 @@ class CapturedRollout:
         capture = self._capture
         messages = tuple(message.message() for message in body.messages)
         tools = [tool.model_dump() for tool in body.tools] if body.tools else None
-        if tools is not None:
-            if capture.tool_family is None:
-                raise RefusedError(
-                    400,
-                    "tools need a chat template whose way of writing tool calls is known (hermes, llama3_json), found "
-                    "another; describe them in a message, or serve a model of such a family",
-                    code="tools_not_supported",
-                    param="tools",
-                )
-            capture.conversations.check_tools(messages, tools)
+        if tools is not None and capture.tool_family is None:
+            raise RefusedError(
+                400,
+                "tools need a chat template whose way of writing tool calls is known (hermes, llama3_json), found "
+                "another; describe them in a message, or serve a model of such a family",
+                code="tools_not_supported",
+                param="tools",
+            )
         # a template that rewrites earlier turns is let do so: nothing is taken from what was recorded
         is_rendered_anew = (break_reason or self._declared) == "template"
         parent = None if is_rendered_anew else self._history.continued(messages, tools)
         known = {} if is_rendered_anew else self._history.known_outputs(messages)
-        if parent is not None and parent.answer is not None and parent.asked is not None:
+
+        def prompt_ids() -> tuple[int, ...]:
+            if tools is not None:
+                capture.conversations.check_tools(messages, tools)
+            if parent is None or parent.answer is None or parent.asked is None:
+                return capture.conversations.prompt_ids(messages, tools, known)
             at, output_ids = len(parent.asked), parent.answer.call.output_ids
             between = capture.conversations.ids_after(messages, at, tools, output_ids)
-            prompt_ids = parent.prompt_ids + output_ids + between
-        else:
-            prompt_ids = capture.conversations.prompt_ids(messages, tools, known)
+            return parent.prompt_ids + output_ids + between
+
         asked = [value for value in (body.max_tokens, body.max_completion_tokens) if value is not None]
         if len(set(asked)) > 1:
             raise RefusedError(
@@ -177,9 +104,10 @@ class CapturedRollout:
                 code="invalid_value",
                 param="max_tokens",
             )
+        num_characters = sum(message.num_characters for message in messages)
         turn = Turn(
             order=0,
-            prompt_ids=prompt_ids,
+            prompt_ids=await capture.tokenised(num_characters, prompt_ids),
             parent=None,
             num_siblings=body.n,
             asked=messages,
@@ -200,7 +128,8 @@ class CapturedRollout:
             text = prompt if isinstance(prompt, str) else str(prompt[0])
             parent = self._history.continued_text(text)
             start = self._history.text_of(parent) if parent is not None else ""
-            behind = self._capture.renderer.encoded(text[len(start) :])
+            rest = text[len(start) :]
+            behind = await self._capture.tokenised(len(rest), lambda: self._capture.renderer.encoded(rest))
             prompt_ids = behind if parent is None or parent.view is None else parent.view + behind
         else:
             prompt_ids = tuple(int(token) for token in prompt)
@@ -219,6 +148,7 @@ class CapturedRollout:
         asked_tokens: int | None,
         is_gone: IsGone,
     ) -> list[Answer]:
+        self._check_open(body)  # again: others may have come while a long text was tokenised
         parent = parent or self._history.continued_ids(turn.prompt_ids)
         if self._history.is_drifted(turn.prompt_ids, 0 if parent is None else len(parent.view or ())):
             parent = None
@@ -259,74 +189,21 @@ class CapturedRollout:
         return answers
 
     async def _answers(self, body: SamplingBody, turns: Sequence[Turn], reason: BreakReason | None) -> list[Answer]:
-        """One answer for each turn, asked for at the same time."""
-        capture, identity = self._capture, self.identity
-
-        async def answer(index: int, turn: Turn) -> Answer:
-            call = await recorded_call(
-                capture.engine,
-                order=turn.order,
-                prompt_ids=turn.prompt_ids,
-                sampling=Sampling(
-                    temperature=0.0 if capture.is_greedy else capture.temperature,
-                    max_tokens=turn.max_tokens,
-                    seed=self._seed(body.seed, turn.order, index),
-                ),
-                rollout_id=identity.rollout_id,
-                rollout_key=identity.key,
-                group_id=identity.group_id,
-                vocab_size=capture.vocab_size,
-                parent=turn.parent,
-                break_reason=reason,
-            )
-            return self._answer(call, stop_strings(body), parses_tools=turn.parses_tools)
-
+        seeds = [self._seed(body.seed, turn.order, index) for index, turn in enumerate(turns)]
         try:
-            async with asyncio.TaskGroup() as group:
-                running = [group.create_task(answer(index, turn)) for index, turn in enumerate(turns)]
-        except* EvenstepError as errors:
-            error = errors.exceptions[0]
-            assert isinstance(error, EvenstepError)
+            return await answers_to(self._capture, turns, body, identity=self.identity, seeds=seeds, reason=reason)
+        except EvenstepError as error:
             self.engine_error = error
-            log_event("engine_failed", rollout=identity.rollout_id, error=str(error))
-            if capture.on_engine_error is not None:
-                capture.on_engine_error(error)
+            log_event("engine_failed", rollout=self.identity.rollout_id, error=str(error))
+            if self._capture.on_engine_error is not None:
+                self._capture.on_engine_error(error)
             raise RefusedError(503, "the engine failed; the server's log says how", code="engine_failed") from error
-        return [task.result() for task in running]
 
     def _seed(self, asked: int | None, order: int, index: int) -> int:
         if asked is None:
             return self.identity.seed_of_call(order)
         seed = mixed_seed("agent", self.identity.seed_of_call(0), asked) if self._mixes_seeds else asked % 2**63
         return mixed_seed("choice", seed, index) if index else seed
-
-    def _answer(self, call: Call, stops: Sequence[str], *, parses_tools: bool) -> Answer:
-        text = self._capture.renderer.text(call.output_ids)
-        if any(stop in text for stop in stops):
-            call, text = self._cut(call, text, stops)
-        said, found = text, ()
-        if parses_tools and self._capture.tool_family is not None:
-            said, found = found_tool_calls(text, self._capture.tool_family)
-        return Answer(
-            call=call,
-            text=text,
-            message=Message(role="assistant", content=said, tool_calls=found),
-            finish_reason="tool_calls" if found else str(call.finish_reason),
-        )
-
-    def _cut(self, call: Call, text: str, stops: Sequence[str]) -> tuple[Call, str]:
-        """The call up to the token with which a stop string is complete, and the text before that string.
-
-        What is left is distributed as if sampling had stopped there: no token depends on a later one.
-        """
-        low, high = 1, len(call.output_ids)
-        while low < high:
-            middle = (low + high) // 2
-            text = self._capture.renderer.text(call.output_ids[:middle])
-            low, high = (low, middle) if any(stop in text for stop in stops) else (middle + 1, high)
-        text = self._capture.renderer.text(call.output_ids[:high])
-        cut = replace(call, output_ids=call.output_ids[:high], logprobs=call.logprobs[:high], finish_reason="stop")
-        return cut, text[: min(text.index(stop) for stop in stops if stop in text)]
 
     def _break_reason(
         self, turn: Turn, parent: Turn | None, given: BreakReason | None

@@ -24,7 +24,8 @@ from evenstep.rollout.environment import AsksModel, Environment, Episode, Score,
 from evenstep.serve import guard
 from evenstep.serve.app import make_app
 from evenstep.serve.batches import in_background
-from evenstep.serve.captured import Capture, CapturedRollout, CaptureLimits
+from evenstep.serve.capture import Capture, CaptureLimits
+from evenstep.serve.captured import CapturedRollout
 from evenstep.serve.conversation import ToolTokenizer
 from evenstep.serve.registry import Registry
 from evenstep.serve.running import bound_socket, serving

@@ -47,6 +47,10 @@ class Message:
     def is_answer(self) -> bool:
         return self.role == "assistant"
 
+    @property
+    def num_characters(self) -> int:
+        return len(self.content) + sum(len(call.arguments) for call in self.tool_calls)
+
     def is_same(self, other: Message) -> bool:
         """Whether both say the same."""
         if self.role != other.role or not self.is_answer:

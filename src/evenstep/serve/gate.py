@@ -66,7 +66,8 @@ class Gate:
     """An ASGI middleware.
 
     Without a right key nothing is read and nothing told, not even which paths there are: 401. A body above
-    ``max_body_bytes`` is 413, one that takes longer than half a minute 408, one that is no JSON 400.
+    ``max_body_bytes`` is 413, one that takes longer than half a minute 408, one that is no JSON 400. A call that still
+    runs when a server that stops gives it no more time is 503.
     """
 
     def __init__(self, app: App, registry: Registry, *, max_body_bytes: int) -> None:
@@ -78,15 +79,28 @@ class Gate:
         if scope["type"] != "http" or scope["path"] in PUBLIC:
             await self._app(scope, receive, send)
             return
+        is_answered = False
+
+        async def watched(message: MutableMapping[str, Any]) -> None:
+            nonlocal is_answered
+            is_answered = True
+            await send(message)
+
         try:
-            headers = {name.lower(): value for name, value in reversed(scope["headers"])}
-            scope.setdefault("state", {})["caller"] = self._caller(headers)
-            body = await self._body(headers, receive)
-            if body:
-                checked_json(body)
+            await self._pass(scope, receive, watched)
         except RefusedError as refused:
             await _refuse(send, refused)
-            return
+        except asyncio.CancelledError:  # nobody but a server that stops ends what it runs
+            if is_answered:
+                raise
+            await _refuse(send, RefusedError(503, "the server was stopped before the answer", code="server_stopped"))
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.lower(): value for name, value in reversed(scope["headers"])}
+        scope.setdefault("state", {})["caller"] = self._caller(headers)
+        body = await self._body(headers, receive)
+        if body:
+            checked_json(body)
         is_given = False
 
         async def replay() -> MutableMapping[str, Any]:
@@ -138,8 +152,8 @@ class Gate:
 async def _refuse(send: Send, refused: RefusedError) -> None:
     body = json.dumps(refused.body()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **refused.headers()}
-    if refused.status in (408, 413):
-        headers["connection"] = "close"  # the rest of the body is not read
+    if refused.status in (408, 413, 503):
+        headers["connection"] = "close"  # the rest of the body is not read, or nothing more answered
     start = {"type": "http.response.start", "status": refused.status}
     await send(start | {"headers": [(name.encode(), value.encode()) for name, value in headers.items()]})
     await send({"type": "http.response.body", "body": body})

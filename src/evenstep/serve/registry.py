@@ -12,7 +12,8 @@ from typing import Protocol
 
 from evenstep.errors import FileFormatError
 from evenstep.rollout.agent import RolloutIdentity
-from evenstep.serve.captured import Capture, CapturedRollout, random_identity
+from evenstep.serve.capture import Capture, random_identity
+from evenstep.serve.captured import CapturedRollout
 from evenstep.serve.log import log_event
 from evenstep.serve.refusals import RefusedError
 from evenstep.serve.schemas import NewRolloutBody, RewardBody
@@ -148,8 +149,17 @@ class Registry:
         ]
         await self._fail(overdue, f"no reward within {limit_s:g} seconds: abandoned")
 
+    @property
+    def unwritten_ids(self) -> list[str]:
+        """Rollouts that have ended and could not be written so far."""
+        return [rollout.rollout_id for rollout in self._unwritten]
+
     async def end_all(self, reason: str) -> None:
-        """End every rollout that is open as ``failed``."""
+        """End every rollout that is open as ``failed``.
+
+        Raises:
+            RefusedError: they could not be written; ``unwritten_ids`` has their names.
+        """
         await self._fail([rollout for rollout in self._by_name.values() if rollout.rollout is None], reason)
 
     async def _fail(self, rollouts: list[CapturedRollout], reason: str) -> None:

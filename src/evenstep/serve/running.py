@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -57,7 +57,7 @@ async def serving(app: Any, listener: socket.socket) -> AsyncIterator[str]:
         http="h11",
         ws="none",
         lifespan="on",
-        timeout_graceful_shutdown=int(STOP_S),
+        timeout_graceful_shutdown=cast(int, STOP_S),
     )
     server = _Server(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import blake2b
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenstep.errors import ConfigError, DistributedError, StateError
+from evenstep.errors import ConfigError, DistributedError, EvenstepError, StateError
 
 __all__ = [
     "agree",
@@ -35,6 +35,7 @@ __all__ = [
     "shard",
     "start",
     "sum_gradients",
+    "together",
     "use_gradient_sums",
 ]
 
@@ -198,6 +199,32 @@ def exchange(value: T) -> list[T]:
     found: list[Any] = [None] * size
     dist.all_gather_object(found, value)
     return found
+
+
+def together(work: Callable[[], T]) -> T:
+    """Do work on every rank; what fails on one of them ends it on all, with one error: that of the lowest rank.
+
+    Raises:
+        EvenstepError: the error; of one that is none the rank, kind and text.
+    """
+    error: EvenstepError | None = None
+    found: list[T] = []
+    try:
+        found.append(work())
+    except EvenstepError as caught:
+        error = caught
+    except Exception as caught:  # noqa: BLE001 -- the other ranks wait for this one: whatever it is, they must hear of it
+        error = DistributedError(
+            f"rank {rank_and_size()[0]} failed where all must go on together, with {type(caught).__name__}: {caught}; "
+            f"what is finished is on disk, go on with --resume once the cause is gone (--debug shows where it was)"
+        )
+        error.__cause__ = caught
+    # pickled, an error has its class and words
+    failures = [(rank, failed) for rank, failed in enumerate(exchange(error)) if failed is not None]
+    if failures:
+        rank, first = failures[0]
+        raise error if error is not None and rank == rank_and_size()[0] else first
+    return found[0]
 
 
 def gather(value: T) -> list[T] | None:

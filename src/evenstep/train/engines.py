@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from evenstep.config import Config
-from evenstep.errors import EngineError, EvenstepError
+from evenstep.errors import EngineError
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.engine import Engine
 from evenstep.rollout.in_process import InProcessEngine
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from evenstep.rollout.server_process import ServerProcess
 
 __all__ = ["PolicyEngine", "policy_engine"]
-
-T = TypeVar("T")
 
 KEPT_VERSIONS = 2  # folders of weights: the servers' and the one before, which explains a probe that fails
 
@@ -112,7 +110,7 @@ class ServerPolicyEngine:
     def update_weights(self, version: int) -> None:
         if version == self._version:
             return  # the weights are a function of the steps behind them
-        self._shared(lambda: None if self._engine is None else self._engine.hold())
+        distributed.together(lambda: None if self._engine is None else self._engine.hold())
         folder = self._folder / f"version_{version:06d}"
         previous = None if self._version is None else self._folder / f"version_{self._version:06d}"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -124,14 +122,13 @@ class ServerPolicyEngine:
         def update() -> list[Probe]:
             return engine.update(folder, version, prompt_ids=self._prompt_ids) if self._rank == 0 else []
 
-        probes = distributed.broadcast(self._shared(update))
+        probes = distributed.broadcast(distributed.together(update))
         self._check(probes, folder, previous)
         if self._rank == 0:
             engine.accept(probes)
         engine.release(version, distributed.broadcast(engine.stamps()))
         self._version = version
-        if self._rank == 0:
-            self._remove_old(folder)
+        distributed.together(lambda: self._remove_old(folder) if self._rank == 0 else None)
 
     def close(self) -> None:
         if self._engine is not None:
@@ -148,27 +145,11 @@ class ServerPolicyEngine:
         check = partial(check_probes, self._models.policy, probes, tolerance=section.probe_tolerance)
         # rank 0 alone explains: that loads the models again
         is_first = self._rank == 0
-        self._shared(
+        distributed.together(
             lambda: check(
                 dtype=section.dtype, folder=folder if is_first else None, previous=previous if is_first else None
             )
         )
-
-    def _shared(self, work: Callable[[], T]) -> T:
-        """Do work on every rank; an error on one of them is raised on all, rank 0's words first."""
-        error: EvenstepError | None = None
-        found = None
-        try:
-            found = work()
-        except EvenstepError as caught:
-            error = caught
-        errors = distributed.exchange(None if error is None else str(error))
-        if error is not None and self._rank == 0:
-            raise error
-        for text in errors:
-            if text is not None:
-                raise EngineError(text)
-        return found  # type: ignore[return-value]
 
     def _remove_old(self, newest: Path) -> None:
         # version numbers may have gone back on a resume: the newest is the one just written, not the highest
@@ -191,21 +172,20 @@ class ServerPolicyEngine:
             if self._rank == 0 and self._config.engine.launch:
                 self._launch(folder)
 
-        def connect() -> None:
-            assert self._engine is not None
+        def connect() -> ServerEngine:
+            self._engine = ServerEngine(
+                options,
+                is_owner=self._rank == 0,
+                run=run,
+                notice=self._notice,
+                restart=self._restart if self._processes else None,
+            )
             self._engine.connect()
+            return self._engine
 
-        self._shared(launch)
+        distributed.together(launch)
         run = distributed.broadcast(os.urandom(6).hex())
-        self._engine = ServerEngine(
-            options,
-            is_owner=self._rank == 0,
-            run=run,
-            notice=self._notice,
-            restart=self._restart if self._processes else None,
-        )
-        self._shared(connect)
-        self._prompt_ids = self._probe_prompt_ids(self._engine.served_tokens)
+        self._prompt_ids = self._probe_prompt_ids(distributed.together(connect).served_tokens)
 
     def _launch(self, folder: Path) -> None:
         from evenstep.rollout.server_process import ServerProcess, vllm_environment

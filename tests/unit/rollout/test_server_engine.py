@@ -9,8 +9,8 @@
 7. a server that is not what the policy needs is refused before the first call
 8. when no server comes back within the limit, calls end with an error that says so; so do they when one cannot be
    started again; one that was given up is waited for no more; a call that hangs goes to another server
-9. redirects are not followed; time limits are of whole answers; one server by two names is refused; the end waits for
-   nobody; a server that comes back must answer the probe as before, in numbers
+9. redirects are not followed; time limits are of whole answers, and an answer without end is cut off; one server by
+   two names is refused; the end waits for nobody; a server that comes back must answer the probe as before, in numbers
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import numpy as np
 import pytest
 
 from evenstep.errors import EngineError
+from evenstep.rollout import server_connection
 from evenstep.rollout.engine import Completion, Request
-from evenstep.rollout.server import Expected, Probe, ServerEngine, ServerOptions, _compare_probes
-from evenstep.rollout.server_api import TOKENIZER_TEXT, Connection, UnavailableError
+from evenstep.rollout.server import Expected, Probe, ServerEngine, ServerOptions
+from evenstep.rollout.server_api import TOKENIZER_TEXT
+from evenstep.rollout.server_connection import Connection, UnavailableError, connection_pool
+from evenstep.rollout.server_options import compare_probes
 from evenstep.types import Sampling
 from scripted_server import ScriptedServer, Table
 
@@ -296,8 +298,8 @@ def test_a_redirect_is_not_followed() -> None:
 
 def test_an_answer_that_drips_ends_with_its_time() -> None:
     async def ask(url: str) -> None:
-        async with httpx.AsyncClient() as client:
-            await Connection(client, url).post("/v1/completions", {}, timeout_s=0.5)
+        async with connection_pool([url], max_idle=1) as pool:
+            await Connection(pool, url).post("/v1/completions", {}, timeout_s=0.5)
 
     with odd_server(drips=True) as url:
         started = time.monotonic()
@@ -305,6 +307,33 @@ def test_an_answer_that_drips_ends_with_its_time() -> None:
             asyncio.run(ask(url))
         assert found.value.is_timeout
         assert time.monotonic() - started < 4
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_an_answer_without_end_is_cut_off(is_announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_connection, "MAX_ANSWER_BYTES", 2**20)
+    sent = 0
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n" + (b"Content-Length: 10000000000\r\n" if is_announced else b"") + b"\r\n")
+        with contextlib.suppress(ConnectionError):
+            while sent < 2**28:
+                writer.write(b"[" * 2**16)
+                sent += 2**16
+                await writer.drain()
+        writer.close()
+
+    async def ask() -> None:
+        server = await asyncio.start_server(send, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, connection_pool([url], max_idle=1) as pool:
+            with pytest.raises(EngineError, match=r"/v1/models with at most 1048576 bytes, found more \(status 200"):
+                await Connection(pool, url).get("/v1/models")
+
+    asyncio.run(ask())
+    assert sent < 2**26  # what fits the buffers between
 
 
 def test_a_restart_that_fails_is_heard_of(tmp_path: Path) -> None:
@@ -368,12 +397,12 @@ def test_the_end_waits_for_no_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -3.0])
 def test_a_server_that_comes_back_otherwise(value: float) -> None:
     before = Probe(url="u", prompt_ids=(1,), output_ids=(2, 3), logprobs=(-0.5, -1.0))
-    _compare_probes(before, before, tolerance=1e-3)
+    compare_probes(before, before, tolerance=1e-3)
     after = replace(before, logprobs=(-0.5, value))
     with pytest.raises(EngineError, match=r"must answer the probe as before .* 2 equal ids of 2"):
-        _compare_probes(before, after, tolerance=1e-3)
+        compare_probes(before, after, tolerance=1e-3)
     with pytest.raises(EngineError, match=r"0 equal ids of 2"):
-        _compare_probes(before, replace(before, output_ids=(4, 3)), tolerance=1e-3)
+        compare_probes(before, replace(before, output_ids=(4, 3)), tolerance=1e-3)
 
 
 def test_a_follower_waits_for_the_owner(tmp_path: Path) -> None:

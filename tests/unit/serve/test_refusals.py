@@ -17,7 +17,10 @@
 11. A body that is costly to look at (quotes without an end, very many wrong items) is refused at once, and arguments
     of a tool call that are nested without end are a text.
 12. A reason that was declared is used once, also when another call fails meanwhile.
-13. Files: a rollout is on disk when its reward is acknowledged, unwritten ones are tried again.
+13. Files: a rollout is on disk when its reward is acknowledged, unwritten ones are tried again; those that a full disk
+    does not take when the server stops are named, and its exit code is not 0.
+14. A long text keeps nobody else waiting while it is tokenised, and one that cannot fit is not tokenised at all.
+15. A call that still runs when the server stops is 503; what its rollout had before is kept.
 """
 
 from __future__ import annotations
@@ -25,13 +28,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evenstep.errors import EngineError
+from evenstep.cli.serve import _serve
+from evenstep.errors import EngineError, StateError
 from evenstep.files import RolloutWriter, read_rollouts
+from evenstep.serve import capture, running
 from evenstep.serve.app import make_app
 from evenstep.serve.registry import Registry
 from evenstep.serve.running import bound_socket, serving
@@ -398,6 +406,51 @@ def test_rewards_are_on_disk_when_they_are_acknowledged(tmp_path: Path) -> None:
     run(script, sink=sink)
 
 
+def test_a_call_that_runs_when_the_server_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "STOP_S", 0.2)
+    path, engine = tmp_path / "rollouts.jsonl", AsyncEngine()
+
+    async def go() -> tuple[int, Any, dict[str, str]]:
+        with RolloutWriter(path) as sink:
+            async with served(engine, sink=sink) as (url, registry):
+                key = made(registry, "mine")
+                assert (await http(url, "POST", "/v1/chat/completions", CHAT, key=key))[0] == 200
+                engine.delay_s = 30.0
+                call = asyncio.create_task(http(url, "POST", "/v1/chat/completions", CHAT, key=key))
+                while len(engine.requests) < 2:
+                    await asyncio.sleep(0.01)
+            return await call
+
+    status, answer, headers = asyncio.run(go())
+    assert (status, answer["error"]["code"], answer["error"]["type"]) == (503, "server_stopped", "server_error")
+    assert headers["x-should-retry"] == "false"
+    (rollout,) = read_rollouts(path)
+    assert (rollout.status, rollout.status_reason, len(rollout.calls)) == ("failed", "the server was stopped", 1)
+
+
+def test_a_disk_that_is_full_when_the_server_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: RolloutWriter, rollouts: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RolloutWriter, "append", full)
+    listener = bound_socket("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def stopped() -> None:
+        serving_it = asyncio.create_task(
+            _serve(make_capture(AsyncEngine()), listener, tmp_path / "rollouts.jsonl", None, True, 16, {})
+        )
+        await asyncio.sleep(0.1)  # the listener takes connections from the start
+        for name in ("first", "second"):
+            assert (await http(url, "POST", f"/r/{name}/v1/chat/completions", CHAT))[0] == 200
+        assert (await http(url, "POST", "/r/first/reward", {"reward": 1.0}))[0] == 500
+        os.kill(os.getpid(), signal.SIGTERM)
+        await serving_it
+
+    with pytest.raises(StateError, match=r"the disk did not take 2 of them: first, second; they are lost"):
+        asyncio.run(stopped())
+
+
 def test_an_engines_failure_tells_nothing_of_itself() -> None:
     async def script(url: str, registry: Registry) -> None:
         key = made(registry, "mine")
@@ -552,6 +605,57 @@ def test_a_declared_reason_is_used_once() -> None:
         assert (await http(url, "POST", path, third, key=key))[0] == 409
 
     run(script, Engine())
+
+
+class SlowTokenizer(ToolTokenizer):
+    """Takes its time, as one does with a megabyte."""
+
+    num_encoded = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.num_encoded += 1
+        time.sleep(0.5 if len(text) > 100 else 0.0)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_long_texts_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "LONG_CHARACTERS", 100)
+    tokenizer = SlowTokenizer()
+    told = {"messages": [{"role": "user", "content": "x" * 200}]}
+
+    async def script(url: str, registry: Registry) -> None:
+        key = made(registry, "mine")
+        for path, body in (("chat/completions", told), ("completions", {"prompt": "x" * 200})):
+            started = time.monotonic()
+            call = asyncio.create_task(http(url, "POST", f"/v1/{path}", body | {"model": "m"}, key=key))
+            while tokenizer.num_encoded == 0:
+                await asyncio.sleep(0.01)
+            assert (await http(url, "GET", "/health"))[0] == 200
+            assert time.monotonic() - started < 0.5
+            assert (await call)[0] == (200 if path == "chat/completions" else 409)
+            tokenizer.num_encoded = 0
+
+    run(script, AsyncEngine(), tokenizer=tokenizer)
+
+
+def test_texts_that_cannot_fit_are_not_looked_at() -> None:
+    tokenizer = SlowTokenizer()
+
+    async def script(url: str, registry: Registry) -> None:
+        key, tokenizer.num_encoded = made(registry, "mine"), 0
+        for path, body in (
+            (
+                "chat/completions",
+                {"messages": [{"role": "user", "content": "x" * 61}, {"role": "user", "content": "y" * 60}]},
+            ),
+            ("completions", {"prompt": "x" * 121}),
+        ):
+            status, answer, _ = await http(url, "POST", f"/v1/{path}", body | {"model": "m"}, key=key)
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert tokenizer.num_encoded == 0  # 60 tokens of two characters are 120 at most
+        assert (await http(url, "POST", "/v1/completions", {"model": "m", "prompt": "ab" * 20}, key=key))[0] == 200
+
+    run(script, AsyncEngine(max_context_tokens=60), tokenizer=tokenizer, longest_token=2)
 
 
 def test_open_rollouts_are_bounded() -> None:
