@@ -30,6 +30,7 @@ from evenstep.rollout.compaction import compaction_named
 from evenstep.rollout.environment import TaskSource
 from evenstep.rollout.ledger import LedgerOptions
 from evenstep.rollout.server import Expected, ServerEngine, ServerOptions
+from evenstep.rollout.server_api import IDS_PATH
 from evenstep.rollout.server_connection import Connection, connection_pool
 from evenstep.rollout.server_process import ServerProcess, vllm_command, vllm_environment
 from evenstep.train.checkpoint import export
@@ -59,7 +60,7 @@ def server_process(options: argparse.Namespace, folder: Path) -> ServerProcess:
 
         def command(weights: Path) -> Sequence[str]:
             latency = ["--seconds-per-token", str(options.seconds_per_token), "--port", str(options.port)]
-            return [sys.executable, str(SCRIPT), "--model", str(weights), *latency]
+            return [sys.executable, str(SCRIPT), "--model", str(weights), "--enable-scale-out", *latency]
 
     return ServerProcess(
         "the server", command, environment=environment, port=options.port, log=folder / "logs" / "server.log"
@@ -96,10 +97,11 @@ async def by_plain_http(url: str, rollouts: Sequence[Rollout], concurrent: int, 
             async with places:
                 count = 0
                 for call in rollout.calls:
-                    body = {"model": "policy", "prompt": list(call.prompt_ids), "temperature": 1.0, "logprobs": 0}
-                    body |= {"seed": call.sampling.seed, "max_tokens": call.sampling.max_tokens}
-                    body |= {"stop_token_ids": list(stops), "ignore_eos": True, "return_token_ids": True}
-                    found = await server.post("/v1/completions", body, timeout_s=600.0)
+                    asked = {"temperature": 1.0, "logprobs": 0, "seed": call.sampling.seed, "detokenize": False}
+                    asked |= {"max_tokens": call.sampling.max_tokens}
+                    asked |= {"stop_token_ids": list(stops), "ignore_eos": True}
+                    body = {"model": "policy", "token_ids": list(call.prompt_ids), "sampling_params": asked}
+                    found = await server.post(IDS_PATH, body, timeout_s=600.0)
                     count += len(found["choices"][0]["token_ids"])
                 return count
 

@@ -33,6 +33,7 @@ FAULTS = (
 )
 LOADING = threading.Lock()  # transformers patches its classes while it loads: two at once leave them so
 OLD_NAME = "past_key_values"
+CALLS = ("/v1/completions", "/inference/v1/generate", "/generate")
 BLOCK = 128  # tokens of a cache block
 HANG_S = 30.0
 
@@ -122,6 +123,7 @@ class ScriptedServer:
         dtype: str = "float32",
         logprobs_mode: str = "processed_logprobs",
         has_dev_routes: bool = True,
+        has_scale_out: bool = False,
         seconds_per_token: float = 0.0,
         faults: Mapping[str, int] | None = None,
         key: str | None = None,
@@ -129,10 +131,12 @@ class ScriptedServer:
         self.model = model if model is not None else Table()
         self.kind, self.max_model_len, self.dtype, self.logprobs_mode = kind, max_model_len, dtype, logprobs_mode
         self.has_dev_routes, self.seconds_per_token, self.key = has_dev_routes, seconds_per_token, key
+        self.has_scale_out = has_scale_out
         self.faults: dict[str, int] = dict(faults or {})
         self.stamp = "default"
         self.log: list[dict[str, Any]] = []
         self.most_in_flight = 0
+        self.num_questions = 0  # for the stamp
         self._state = threading.Condition()
         self._in_flight, self._is_paused = 0, False
         handler = type("Handler", (_Handler,), {"script": self})
@@ -153,7 +157,7 @@ class ScriptedServer:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        return [entry for entry in self.log if entry["path"] in ("/v1/completions", "/generate")]
+        return [entry for entry in self.log if entry["path"] in CALLS]
 
     def takes(self, fault: str) -> bool:
         """Whether this request has a fault; one that was asked for a number of times is used up."""
@@ -274,11 +278,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._answer({"tokens": self._tokens(body["prompt"])})
         if path == "/v1/completions":
             return self._complete(body, body["prompt"], body["max_tokens"], body)
+        if path == "/inference/v1/generate":
+            if not script.has_scale_out:
+                return self._answer({"error": {"message": "Scale-out endpoints are disabled"}}, 403)
+            if "token_ids" not in body:
+                return self._answer({"error": {"message": "Field required"}}, 400)
+            parameters = body["sampling_params"]
+            return self._complete(body, body["token_ids"], parameters["max_tokens"], parameters)
         if script.has_dev_routes:
             if path == "/server_info":
                 model = {"dtype": f"torch.{script.dtype}", "logprobs_mode": script.logprobs_mode}
                 return self._answer({"vllm_config": {"model_config": model}})
             if path == "/weight_info":
+                script.num_questions += 1
                 return self._answer({"weight_version": script.stamp})
             if path == "/pause" and query == {"mode": ["wait"]}:
                 script.pause()
@@ -363,6 +375,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             most //= 2
         stops = given.get("stop_token_ids", []) if given.get("ignore_eos") else [2]
         parameters = {"temperature": given["temperature"], "seed": given.get("seed"), "stop": stops}
+        stamp = script.stamp  # weights change while no call runs, or by a script in the middle of one
         output, logprobs, reason = script.sample(ids, parameters, most)
         if script.takes("early_stop"):
             output, logprobs, reason = output[:1], logprobs[:1], "stop"
@@ -373,12 +386,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if script.takes("some_logprobs"):
             shown_logprobs = [None, *logprobs[1:]]
         hides_ids = script.takes("no_ids")
-        if script.kind == "vllm":
-            choice: dict[str, Any] = {"index": 0, "text": "?" * len(output), "finish_reason": reason}
+        choice: dict[str, Any]
+        found: dict[str, Any]
+        if self.path == "/inference/v1/generate":
+            choice = {"index": 0, "finish_reason": reason, "token_ids": None if hides_ids else output}
+            choice["weight_versions"] = [{"version": stamp, "start": 0, "end": len(output)}]
+            if shown_logprobs is not None:
+                pairs = zip(output, shown_logprobs, strict=True)
+                choice["logprobs"] = {"content": [{"token_id": a, "logprob": b} for a, b in pairs]}
+            found = {"choices": [choice], "prompt_token_ids": shown}
+        elif script.kind == "vllm":
+            choice = {"index": 0, "text": "?" * len(output), "finish_reason": reason}
             choice["logprobs"] = None if shown_logprobs is None else {"token_logprobs": shown_logprobs}
             if body.get("return_token_ids") and not hides_ids:
                 choice |= {"token_ids": output, "prompt_token_ids": shown}
-            found: dict[str, Any] = {"object": "text_completion", "choices": [choice]}
+            found = {"object": "text_completion", "choices": [choice]}
         else:
             meta: dict[str, Any] = {"finish_reason": {"type": reason}, "prompt_tokens": len(shown)}
             if shown_logprobs is not None:
@@ -387,7 +409,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._done(self.path, body, found)
 
     def _done(self, path: str, body: dict[str, Any], found: Any) -> None:
-        if self.script.takes("reset") and path in ("/v1/completions", "/generate"):
+        if self.script.takes("reset") and path in CALLS:
             self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4000\r\n\r\n{")
             self.wfile.flush()
             _reset(self.connection)
@@ -398,7 +420,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, found: Any, status: int = 200) -> None:
         data = b"" if found is None else json.dumps(found).encode()
-        if found is not None and self.path in ("/v1/completions", "/generate") and self.script.takes("not_json"):
+        if found is not None and self.path in CALLS and self.script.takes("not_json"):
             data = b"<html>proxy</html>"
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -434,6 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--served-model-name", default="policy")
     parser.add_argument("--generation-config", default="vllm")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--enable-scale-out", action="store_true")
     parser.add_argument("--seconds-per-token", type=float, default=0.0)
     parser.add_argument("--fault", action="append", default=[], choices=FAULTS)
     options = parser.parse_args(arguments)
@@ -447,6 +470,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_model_len=options.max_model_len,
         dtype=options.dtype,
         logprobs_mode=options.logprobs_mode,
+        has_scale_out=options.enable_scale_out,
         seconds_per_token=options.seconds_per_token,
         faults=dict.fromkeys(options.fault, -1),
     ).serve()

@@ -19,6 +19,7 @@ import tomli_w
 
 from evenstep.files import read_rollouts
 from evenstep.types import Rollout
+from scripted_server import CALLS
 
 TESTS = Path(__file__).parent
 SCRIPT = TESTS / "scripted_server.py"
@@ -88,7 +89,8 @@ class Server:
 
     def calls(self) -> list[dict[str, Any]]:
         """Of rollouts: probes take no stop ids, checks of the vocabulary neither."""
-        return [e for e in self.log() if e["path"] == "/v1/completions" and e["body"].get("stop_token_ids")]
+        made = [entry for entry in self.log() if entry["path"] in CALLS]
+        return [e for e in made if (e["body"].get("sampling_params") or e["body"]).get("stop_token_ids")]
 
     def fault(self, **faults: int) -> None:
         body = json.dumps(faults).encode()

@@ -7,7 +7,7 @@ wrong step and not a wrong answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -22,6 +22,7 @@ SAMPLED_MODES = ("processed_logprobs",)  # log-probs of the distribution sampled
 RAW_MODES = ("raw_logprobs",)  # the same at temperature 1 alone
 TOKENIZER_TEXT = "The 3 quick foxes jump: 12 + 345 = 357."
 RESUME_S = 30.0
+IDS_PATH, COMPLETIONS_PATH = "/inference/v1/generate", "/v1/completions"  # of vLLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class ServerFacts:
     max_context_tokens: int | None
     dtype: str | None  # "float32", "bfloat16", ...
     logprobs_mode: str | None  # vLLM's name for it
+    stamps_answers: bool = False  # an answer can say which weights sampled it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Answer:
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    stamp: str | None = None  # of the weights that sampled it; None: the server does not say
 
 
 class ServerApi(Protocol):
@@ -80,7 +83,8 @@ class ServerApi(Protocol):
 
 
 class VllmApi:
-    """vLLM: the completions API with ids, and the routes of its development mode for weights."""
+    """vLLM: its route for ids where that is open, else the completions API with ids; the routes of its development mode
+    for weights."""
 
     name = "vllm"
 
@@ -102,6 +106,7 @@ class VllmApi:
             max_context_tokens=length if isinstance(length, int) else None,
             dtype=str(model["dtype"]).removeprefix("torch.") if "dtype" in model else None,
             logprobs_mode=model.get("logprobs_mode"),
+            stamps_answers=await server.takes_posts(IDS_PATH),
         )
 
     async def check_ids(self, server: Connection, facts: ServerFacts, *, vocab_size: int) -> None:
@@ -132,9 +137,7 @@ class VllmApi:
         stop_token_ids: Sequence[int],
         timeout_s: float,
     ) -> Answer:
-        body = {
-            "model": facts.model,
-            "prompt": list(prompt_ids),
+        parameters = {
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -146,12 +149,17 @@ class VllmApi:
             "frequency_penalty": 0.0,
             "seed": sampling.seed,
             "logprobs": 0,
-            "return_token_ids": True,
             "stop_token_ids": list(stop_token_ids),
             "ignore_eos": True,  # the ids to stop at are those above, whatever the server's files call the eos
         }
-        found = await server.post("/v1/completions", body, timeout_s=timeout_s)
-        choices = _field(server, found, "choices", list, "POST /v1/completions")
+        if facts.stamps_answers:
+            path = IDS_PATH
+            sent = {"token_ids": list(prompt_ids), "sampling_params": {**parameters, "detokenize": False}}
+        else:
+            path, sent = COMPLETIONS_PATH, {"prompt": list(prompt_ids), **parameters}
+        body = {"model": facts.model, "return_token_ids": True, **sent}
+        found = await server.post(path, body, timeout_s=timeout_s)
+        choices = _field(server, found, "choices", list, f"POST {path}")
         if len(choices) != 1 or not isinstance(choices[0], dict):
             raise EngineError(f"the server at {server.url} must answer with one choice, found {len(choices)}")
         choice = cast(dict[str, Any], choices[0])
@@ -160,15 +168,22 @@ class VllmApi:
                 f"the server at {server.url} must return token ids, found a choice with {', '.join(sorted(choice))}; "
                 f"use vLLM 0.11 or newer, which knows return_token_ids, and no proxy that drops it"
             )
-        given = choice.get("prompt_token_ids")
+        given = found.get("prompt_token_ids") if facts.stamps_answers else choice.get("prompt_token_ids")
         if given is not None and list(given) != list(prompt_ids):
             raise EngineError(
                 f"the server at {server.url} must complete the ids that it was given, found a prompt of {len(given)} "
                 f"ids for {len(prompt_ids)}, first different at {_first_difference(given, prompt_ids)}; it truncates "
                 f"or re-tokenises: leave truncate_prompt_tokens and prompt templates out"
             )
-        logprobs: Any = (choice.get("logprobs") or {}).get("token_logprobs")
-        return _checked(
+        logprobs: Any = (choice.get("logprobs") or {}).get("content" if facts.stamps_answers else "token_logprobs")
+        if facts.stamps_answers and logprobs is not None:
+            if [one["token_id"] for one in logprobs] != choice["token_ids"]:
+                raise EngineError(f"the server at {server.url} must give log-probs of its output ids, found other ids")
+            logprobs = [one["logprob"] for one in logprobs]
+        stamps = {span["version"] for span in choice.get("weight_versions") or ()}
+        if len(stamps) > 1:
+            raise UnavailableError(f"its weights changed in the middle of a call: {', '.join(sorted(stamps))}")
+        answer = _checked(
             server,
             ids=choice["token_ids"],
             logprobs=logprobs,
@@ -178,6 +193,7 @@ class VllmApi:
             stop_token_ids=stop_token_ids,
             most=facts.max_context_tokens,
         )
+        return replace(answer, stamp=stamps.pop() if stamps else None)
 
     async def stamp(self, server: Connection) -> str:
         return str(_field(server, await server.get("/weight_info"), "weight_version", object, "GET /weight_info"))

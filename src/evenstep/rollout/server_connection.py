@@ -79,6 +79,10 @@ class Connection:
         """Whether a GET of this path finds anything."""
         return (await self._send("GET", path, None, 30.0)).status != 404
 
+    async def takes_posts(self, path: str) -> bool:
+        """Whether a POST to this path is served, whatever it says of an empty body."""
+        return (await self._send("POST", path, {}, 30.0)).status not in (403, 404, 405)
+
     async def check_health(self) -> None:
         """Raise an UnavailableError, or what the server has against being asked."""
         status = (await self._send("GET", "/health", None, 10.0)).status

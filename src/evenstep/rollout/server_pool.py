@@ -1,8 +1,9 @@
 """The servers of an engine: their weights, and what is done when one goes away or comes back.
 
 Every call's weight version is known. While weights change, no call is in flight: ``hold()`` lets those under way end
-and keeps new ones waiting. Each update leaves a stamp of its own in the server, and an answer counts only if the server
-has the same stamp after it as before: one that was started again in between cannot slip in answers of other weights.
+and keeps new ones waiting. Each update leaves a stamp of its own in the server, and an answer counts only if it names
+that stamp, or the server has the same one after it as before: one that was started again in between cannot slip in
+answers of other weights.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ class ServerPool:
         server.num_in_flight += 1
         try:
             answer = await self._answer(server, request.prompt_ids, request.sampling, max_tokens)
-            if await self._stamp_after(server) != stamp:
+            # an answer that says what sampled it needs no question
+            if (answer.stamp or await self._stamp_after(server)) != stamp:
                 raise UnavailableError("its weights are not those that it was given: it was started again")
         finally:
             self._num_in_flight -= 1

@@ -71,6 +71,7 @@ def vllm_command(
     command += ["--host", LOOPBACK, "--port", str(port), "--dtype", dtype]
     command += ["--max-model-len", str(max_context_tokens), "--max-num-seqs", str(max_concurrent)]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += ["--enable-scale-out"]  # the route whose answers say which weights sampled them
     command += ["--enforce-eager"] if on_cpu else []
     return [*command, *arguments]
 

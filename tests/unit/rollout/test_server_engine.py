@@ -3,7 +3,8 @@
 1. vLLM and SGLang: the ids, log-probs and reasons of a call are the server's own; equal seeds give equal tokens
 2. siblings of a group go to one server, others to the least busy one; calls at once stay within the limit
 3. a call is sent again only while nothing of its answer was accepted: busy, reset, aborted, refused; it is counted once
-4. a server that is started again gets its weights before it is asked, and an answer of other weights is never taken
+4. a server that is started again gets its weights before it is asked, and an answer of other weights is never taken;
+   an answer that names its weights needs no question for them
 5. while weights change no call is in flight, and each call's version is that of the weights that answered it
 6. every answer that may not be trained on is refused with what is wrong: ids, log-probs, lengths, stops, prompts
 7. a server that is not what the policy needs is refused before the first call
@@ -41,7 +42,7 @@ from scripted_server import ScriptedServer, Table
 
 STOP = 7
 PROBE = tuple(range(1, 30))
-KINDS = ("vllm", "sglang")
+KINDS = ("vllm", "vllm scale-out", "sglang")
 
 
 def weights(folder: Path, number: float) -> Path:
@@ -51,12 +52,17 @@ def weights(folder: Path, number: float) -> Path:
     return found
 
 
+def scripted(kind: str, **settings: Any) -> ScriptedServer:
+    name, _, flag = kind.partition(" ")
+    return ScriptedServer(kind=name, has_scale_out=flag == "scale-out", **settings)
+
+
 def options(*urls: str, kind: str = "vllm", **changes: Any) -> ServerOptions:
     of_server = {"max_context_tokens": 400, "vocab_size": 32, "stop_token_ids": frozenset([STOP])}
     of_server |= {"temperature": 1.0, "dtype": "float32"}
     of_server |= {name: changes.pop(name) for name in list(changes) if name in (*of_server, "tokenizer_ids")}
     settings = {"max_concurrent": 8, "request_timeout_s": 5.0, "reconnect_limit_s": 5.0} | changes
-    return ServerOptions(kind=kind, urls=urls, expected=Expected(**of_server), **settings)
+    return ServerOptions(kind=kind.partition(" ")[0], urls=urls, expected=Expected(**of_server), **settings)
 
 
 @contextlib.contextmanager
@@ -111,7 +117,7 @@ def expected(completion: Completion, prompt_ids: Sequence[int], number: float, t
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call(kind: str, tmp_path: Path) -> None:
-    with ScriptedServer(kind=kind) as server, engine_of(tmp_path, server.url, kind=kind, temperature=0.7) as engine:
+    with scripted(kind) as server, engine_of(tmp_path, server.url, kind=kind, temperature=0.7) as engine:
         found = [call(engine, seed=seed, temperature=0.7) for seed in range(12)]
         assert call(engine, seed=3, temperature=0.7) == found[3]
         assert len({one.output_ids for one in found}) > 6
@@ -122,7 +128,8 @@ def test_a_call(kind: str, tmp_path: Path) -> None:
             assert one.finish_reason == "stop" or len(one.output_ids) == 20
         assert {one.finish_reason for one in found} == {"stop", "length"}
         sent = server.calls[-1]["body"]
-        assert (sent["prompt"] if kind == "vllm" else sent["input_ids"]) == [3, 4, 5]
+        name = {"vllm": "prompt", "vllm scale-out": "token_ids", "sglang": "input_ids"}[kind]
+        assert sent[name] == [3, 4, 5]
         assert "text" not in sent
 
 
@@ -171,7 +178,7 @@ def test_the_limit_on_calls_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", ["busy", "reset", "abort"])
 def test_a_call_is_sent_again_and_counts_once(kind: str, fault: str, tmp_path: Path) -> None:
-    with ScriptedServer(kind=kind) as server, engine_of(tmp_path, server.url, kind=kind) as engine:
+    with scripted(kind) as server, engine_of(tmp_path, server.url, kind=kind) as engine:
         first = call(engine, seed=1)
         server.faults[fault] = 2
         assert call(engine, seed=1) == first
@@ -202,13 +209,24 @@ def test_a_server_that_comes_back_gets_its_weights_first(tmp_path: Path) -> None
             assert any("is back after" in line and "with weights 5" in line for line in notices)
 
 
-def test_an_answer_of_other_weights_is_not_taken(tmp_path: Path) -> None:
-    with ScriptedServer(seconds_per_token=0.01) as server, engine_of(tmp_path, server.url, version=5) as engine:
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_an_answer_of_other_weights_is_not_taken(kind: str, tmp_path: Path) -> None:
+    with scripted(kind, seconds_per_token=0.01) as server, engine_of(tmp_path, server.url, version=5) as engine:
         alone = call(engine, seed=1)
         server.model.number, server.stamp = 0.0, "default"  # as if started again between two calls
         again = call(engine, seed=1)
         assert again == alone
         np.testing.assert_allclose(again.logprobs, expected(again, (3, 4, 5), 5.0), atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "is_asked"), [("vllm", True), ("vllm scale-out", False)])
+def test_an_answer_that_names_its_weights_needs_no_question(kind: str, is_asked: bool, tmp_path: Path) -> None:
+    with scripted(kind) as server, engine_of(tmp_path, server.url) as engine:
+        before = server.num_questions
+        for seed in range(12):
+            call(engine, seed=seed)
+        # the watch of servers may ask too, once a second
+        assert (server.num_questions - before >= 12) == is_asked
 
 
 def test_others_work_while_one_is_away(tmp_path: Path) -> None:
@@ -427,8 +445,8 @@ def test_a_follower_waits_for_the_owner(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_under_way_end_before_weights_change(kind: str, tmp_path: Path) -> None:
     with (
-        ScriptedServer(kind=kind, seconds_per_token=0.003) as one,
-        ScriptedServer(kind=kind, seconds_per_token=0.003) as two,
+        scripted(kind, seconds_per_token=0.003) as one,
+        scripted(kind, seconds_per_token=0.003) as two,
         engine_of(tmp_path, one.url, two.url, kind=kind, max_concurrent=4) as engine,
     ):
         results: list[Completion] = []
@@ -450,7 +468,7 @@ def test_calls_under_way_end_before_weights_change(kind: str, tmp_path: Path) ->
 
 def test_a_server_that_refuses_weights(tmp_path: Path) -> None:
     for kind, message in (("vllm", "size mismatch for lm_head"), ("sglang", "no such folder")):
-        with ScriptedServer(kind=kind) as server, engine_of(tmp_path, server.url, kind=kind) as engine:
+        with scripted(kind) as server, engine_of(tmp_path, server.url, kind=kind) as engine:
             server.faults["refuse_weights"] = 1
             engine.hold()
             with pytest.raises(EngineError, match=message):
@@ -490,7 +508,7 @@ ANSWERS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", ANSWERS)
 def test_answers_that_may_not_be_trained_on(kind: str, fault: str, tmp_path: Path) -> None:
-    with ScriptedServer(kind=kind) as server, engine_of(tmp_path, server.url, kind=kind) as engine:
+    with scripted(kind) as server, engine_of(tmp_path, server.url, kind=kind) as engine:
         # a seed whose first six tokens have no stop id, so that each fault shows
         seed = next(s for s in range(50) if call(engine, seed=s, max_tokens=6).finish_reason == "length")
         num_calls = len(server.calls)
