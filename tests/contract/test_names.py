@@ -232,7 +232,7 @@ def test_files_named_in_the_readme_exist() -> None:
 # ------------------------------------------------------------------------------------------------ words
 
 FORBIDDEN = (
-    r"(?:^|[\s\"'(=`])/(?!dev/|proc/|sys/|usr/|bin/|etc/|v1/|r/|chat/)[a-z]+/",  # somebody's machine
+    r"(?:^|[\s\"'(=`])/(?!dev/|proc/|sys/|usr/|bin/|etc/|v1/|r/|chat/|inference/)[a-z]+/",  # somebody's machine
     r"\bissues? #?\d",
     r"://[^/\s]*pypi",
 )
