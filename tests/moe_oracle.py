@@ -8,7 +8,7 @@ judges, and asks the model for its router logits in the way that transformers ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -28,8 +28,16 @@ class OracleBalance:
     fractions: list[list[Fraction]]  # [L][E] of tokens; a layer's sum is the number of experts per token
 
 
-def oracle_balance(model: Any, rows: Sequence[Row], experts_per_token: int) -> OracleBalance:
-    """Loss and full gradient; leaves the model's ``.grad`` as None."""
+def oracle_balance(
+    model: Any,
+    rows: Sequence[Row],
+    experts_per_token: int,
+    recorded: Callable[[Row, int, int], list[int] | None] = lambda row, layer, t: None,
+) -> OracleBalance:
+    """Loss and full gradient; leaves the model's ``.grad`` as None.
+
+    ``recorded(row, layer, t)`` are the experts that a token went to; None: those that the router likes best.
+    """
     counts: dict[tuple[int, int], int] = {}
     num_tokens = num_layers = num_experts = 0
     for row in rows:
@@ -38,9 +46,9 @@ def oracle_balance(model: Any, rows: Sequence[Row], experts_per_token: int) -> O
             layers = router_logits(model, row)
         num_layers, num_experts = len(layers), layers[0].shape[1]
         for layer, logits_TE in enumerate(layers):
-            for logits in logits_TE.tolist():
+            for t, logits in enumerate(logits_TE.tolist()):
                 best = sorted(range(num_experts), key=lambda e, logits=logits: -logits[e])[:experts_per_token]
-                for expert in best:
+                for expert in recorded(row, layer, t) or best:
                     counts[layer, expert] = counts.get((layer, expert), 0) + 1
     fractions = [
         [Fraction(counts.get((layer, e), 0), num_tokens) for e in range(num_experts)] for layer in range(num_layers)

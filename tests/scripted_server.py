@@ -10,6 +10,7 @@ calls and control requests that were answered.
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
 import http.server
 import inspect
@@ -29,7 +30,7 @@ import numpy as np
 FAULTS = (
     *("no_ids", "no_logprobs", "some_logprobs", "clamp", "early_stop", "error", "busy", "hang", "reset", "abort"),
     *("other_prompt", "not_json", "die", "stale_head", "stale_weights", "stale_cache", "no_reset", "wide_vocabulary"),
-    *("narrow_vocabulary", "other_tokenizer", "shifted", "refuse_weights"),
+    *("narrow_vocabulary", "other_tokenizer", "shifted", "refuse_weights", "no_experts", "more_layers"),
 )
 LOADING = threading.Lock()  # transformers patches its classes while it loads: two at once leave them so
 OLD_NAME = "past_key_values"
@@ -50,6 +51,11 @@ class Table:
 
     def logits(self, ids: Sequence[int], faults: Mapping[str, int]) -> np.ndarray:
         return np.sin(np.arange(self.vocab_size) * (1.7 + ids[-1] + 0.1 * self.number) + 0.3 * len(ids)) * 2.0
+
+    def experts(self, ids: Sequence[int]) -> np.ndarray:
+        """[T - 1, L, X] What the routers of 2 layers with 8 experts chose for all tokens but the last."""
+        first_TL = (np.asarray(ids[:-1])[:, None] + 3 * np.arange(2)) % 8
+        return np.stack([first_TL, (first_TL + 1) % 8], axis=2)
 
     def forget(self) -> None:
         pass
@@ -105,6 +111,13 @@ class Transformers:
             rest = torch.tensor([list(ids[num_cached:])])
             found = self._model(input_ids=rest, use_cache=True, **{self._cache_argument: cache})
             return found.logits[0, -1].double().numpy()
+
+    def experts(self, ids: Sequence[int]) -> np.ndarray:
+        with self._lock, self._torch.no_grad():
+            found = self._model(input_ids=self._torch.tensor([list(ids[:-1])]), output_router_logits=True)
+            num_experts = self._model.config.num_experts_per_tok
+            chosen = [logits_TE.topk(num_experts).indices for logits_TE in found.router_logits]
+            return self._torch.stack(chosen, dim=1).numpy()
 
     def tokens(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -403,6 +416,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             found = {"object": "text_completion", "choices": [choice]}
         else:
             meta: dict[str, Any] = {"finish_reason": {"type": reason}, "prompt_tokens": len(shown)}
+            if body.get("return_routed_experts") and not script.takes("no_experts"):
+                experts_TLX = script.model.experts([*ids, *output])
+                if script.takes("more_layers"):
+                    experts_TLX = experts_TLX.repeat(2, axis=1)
+                meta["routed_experts"] = base64.b64encode(experts_TLX.astype("<i4").tobytes()).decode()
             if shown_logprobs is not None:
                 meta["output_token_logprobs"] = [[a, b, None] for a, b in zip(shown_logprobs, output, strict=True)]
             found = {"text": "?", "meta_info": meta} | ({} if hides_ids else {"output_ids": output})

@@ -18,6 +18,7 @@ _LAZY = {
     "Group": "evenstep.types",
     "Media": "evenstep.media",
     "Rollout": "evenstep.types",
+    "RoutedExperts": "evenstep.experts",
     "Row": "evenstep.types",
     "Sampling": "evenstep.types",
     "Segment": "evenstep.types",
@@ -34,6 +35,7 @@ __all__ = [
     "Group",
     "Media",
     "Rollout",
+    "RoutedExperts",
     "Row",
     "Sampling",
     "Segment",
@@ -45,6 +47,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from evenstep.errors import EvenstepError as EvenstepError
+    from evenstep.experts import RoutedExperts as RoutedExperts
     from evenstep.media import Media as Media
     from evenstep.plan import StepPlan as StepPlan
     from evenstep.plan import plan_step as plan_step

@@ -143,6 +143,12 @@ def _pass_problems(config: Config) -> list[str]:
             "train.kl_in = 'reward' needs log-probs before credit, found train.old_logprobs = 'detached'; leave it "
             "out, or set it to 'scored' or 'engine'"
         )
+    if train.routing_replay != "off" and config.engine.kind == "vllm":
+        problems.append(
+            f"train.routing_replay sends tokens to the experts that the engine recorded, found "
+            f"{train.routing_replay!r} with engine.kind = 'vllm', whose experts are not read; leave it out, or use "
+            f"engine.kind = 'in_process' or 'sglang'"
+        )
     if train.old_logprobs == "engine":
         problems += [
             f"train.{name} compares old with engine log-probs, which train.old_logprobs = 'engine' makes the same; "

@@ -273,6 +273,12 @@ class TrainSection(Section):
         description="times the load-balancing loss of a mixture of experts, added to the loss; its statistics are "
         "counted over the window in a pass of their own; 0: none",
     )
+    routing_replay: Literal["off", "recorded", "required"] = Field(
+        "off",
+        description="`recorded`: the engine (not vLLM) records the experts that its model chose, and policy passes "
+        "send the tokens there again; a token without a record, as the last one of a row, routes freely; "
+        "`required` refuses a row whose log-probs depend on such a token",
+    )
     kl_coef: float = Field(0.0, ge=0, description="times the KL to the policy at step 0; 0: no reference pass")
     kl_in: Literal["loss", "reward"] = Field(
         "loss", description="where the KL goes: a term of the loss, or subtracted from the reward before any baseline"

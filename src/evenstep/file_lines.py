@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -15,11 +16,21 @@ from pydantic import (
     model_serializer,
 )
 
-from evenstep.errors import FileFormatError
+from evenstep.errors import FileFormatError, RowError
+from evenstep.experts import RoutedExperts
 from evenstep.types import BreakReason, Status
 from evenstep.validation import dotted, find_nonfinite, promise, shown
 
-__all__ = ["FORMAT_VERSION", "CallObject", "LengthsLine", "Line", "LineError", "RolloutLine", "RowLine"]
+__all__ = [
+    "FORMAT_VERSION",
+    "CallObject",
+    "ExpertsObject",
+    "LengthsLine",
+    "Line",
+    "LineError",
+    "RolloutLine",
+    "RowLine",
+]
 
 FORMAT_VERSION = 1
 # A log-prob is at most 0; float32 rounding may leave a trace above it, a probability stored by mistake lies far above.
@@ -96,6 +107,24 @@ class MediaObject(_Object):
     digest: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]  # also a file's name: nothing else may be one
 
 
+class ExpertsObject(BaseModel):
+    """Experts as base64 of little-endian int16: a long row of a deep model has millions of them."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    shape: tuple[Natural, Natural, Natural]
+    base64: str
+
+    def to_experts(self) -> RoutedExperts:
+        """The experts; raises `RowError`, or `ValueError` where the text is no base64."""
+        return RoutedExperts(self.shape, b64decode(self.base64, validate=True))
+
+    @staticmethod
+    def plain(experts: RoutedExperts) -> dict[str, Any]:
+        """What is written of them."""
+        return {"shape": experts.shape, "base64": b64encode(experts.data).decode()}
+
+
 class CallObject(_Object):
     order: Natural
     prompt_ids: Annotated[tuple[Natural, ...], Field(min_length=1)]
@@ -108,11 +137,15 @@ class CallObject(_Object):
     finish_reason: str | None = None
     is_rejected: bool = False
     media: tuple[MediaObject, ...] = ()
+    routed_experts: ExpertsObject | None = None
 
     @model_serializer(mode="wrap")
-    def _without_empty_media(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_what_is_empty(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values = serialise(self)
-        return values if self.media else {name: value for name, value in values.items() if name != "media"}
+        for name in ("media", "routed_experts"):
+            if not values[name]:
+                del values[name]
+        return values
 
 
 class RolloutLine(Line):
@@ -148,6 +181,15 @@ class RolloutLine(Line):
                     f"number the calls in the order they were made",
                 )
             index_of_order[call.order] = index
+            if call.routed_experts is not None:
+                _require_experts(f"{here}.routed_experts", call.routed_experts)
+                num_tokens = len(call.prompt_ids) + len(call.output_ids)
+                if call.routed_experts.shape[0] > num_tokens:
+                    raise LineError(
+                        f"{here}.routed_experts.shape[0]",
+                        f"must be at most the {num_tokens} tokens of prompt_ids and output_ids, found "
+                        f"{call.routed_experts.shape[0]}; take both from the same response of the engine",
+                    )
         for index, call in enumerate(self.calls):
             if call.parent is not None and (call.parent not in index_of_order or call.parent >= call.order):
                 raise LineError(
@@ -168,6 +210,7 @@ class RowLine(Line):
     token_ids: Annotated[tuple[Natural, ...], Field(min_length=1)]
     loss_mask: tuple[Mask, ...]
     logprobs: tuple[LogProb, ...]
+    routed_experts: ExpertsObject | None = None
 
     def check(self) -> None:
         super().check()
@@ -177,6 +220,9 @@ class RowLine(Line):
             raise LineError(
                 "loss_mask[0]", "must be 0, found 1; no token comes before the first one: put a context token in front"
             )
+        if self.routed_experts is not None:
+            _require_experts("routed_experts", self.routed_experts)
+            _require_one_each("routed_experts.shape[0]", self.routed_experts.shape[0], "token_ids", len(self.token_ids))
 
 
 class LengthsLine(Line):
@@ -204,6 +250,17 @@ def _require_one_each(location: str, num_values: int, reference: str, num_refere
             f"must have one value for each of the {num_references} {reference}, found {num_values} values; "
             f"take both from the same response of the engine",
         )
+
+
+def _require_experts(location: str, found: ExpertsObject) -> None:
+    try:
+        found.to_experts()
+    except RowError as error:
+        raise LineError(location, str(error)) from None
+    except ValueError as error:
+        raise LineError(
+            f"{location}.base64", f"must be base64 of little-endian int16, found {error}; write the array's bytes"
+        ) from None
 
 
 def _require_finite(value: Any, *location: str) -> None:

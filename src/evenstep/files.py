@@ -30,7 +30,17 @@ from types import TracebackType
 from typing import IO, Any, Self, TypeVar, cast
 
 from evenstep.errors import FileFormatError, RowError
-from evenstep.file_lines import FORMAT_VERSION, CallObject, LengthsLine, Line, LineError, RolloutLine, RowLine
+from evenstep.experts import RoutedExperts
+from evenstep.file_lines import (
+    FORMAT_VERSION,
+    CallObject,
+    ExpertsObject,
+    LengthsLine,
+    Line,
+    LineError,
+    RolloutLine,
+    RowLine,
+)
 from evenstep.media import Media
 from evenstep.media_files import Pixels, read_pixels, write_pixels
 from evenstep.types import Call, Rollout, Row, Sampling
@@ -70,6 +80,7 @@ class RowRecord:
     loss_mask: tuple[int, ...]  # [T] 1 where the token was sampled and is trained
     logprobs: tuple[float, ...]  # [T] the engine's, 0.0 where loss_mask is 0
     advantage: float | None = None  # None: not computed yet
+    routed_experts: RoutedExperts | None = None  # [T]
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # unknown fields of the file, kept as they were
 
     def to_row(self, *, advantage: float | None = None) -> Row:
@@ -83,6 +94,7 @@ class RowRecord:
             loss_mask=self.loss_mask,
             advantage=0.0 if value is None else value,
             engine_logprobs=self.logprobs,
+            routed_experts=self.routed_experts,
         )
 
 
@@ -119,7 +131,7 @@ def read_rollouts(path: str | os.PathLike[str], *, allow_truncated_tail: bool = 
 
 def read_rows(path: str | os.PathLike[str], *, allow_truncated_tail: bool = False) -> Iterator[RowRecord]:
     """Yield the rows of a file; arguments and errors as for `read_rollouts`, with ``row_id`` used once."""
-    return _read(Path(path), RowLine, lambda line: RowRecord(**_fields(line)), "row_id", allow_truncated_tail)
+    return _read(Path(path), RowLine, _to_record, "row_id", allow_truncated_tail)
 
 
 def read_lengths(path: str | os.PathLike[str], *, allow_truncated_tail: bool = False) -> Iterator[RowLengths]:
@@ -235,8 +247,16 @@ def _to_call(call: CallObject, pixels_of: Callable[[str], Pixels | None]) -> Cal
         finish_reason=call.finish_reason,
         is_rejected=call.is_rejected,
         media=tuple(media),
+        routed_experts=None if call.routed_experts is None else call.routed_experts.to_experts(),
         extra=call.__pydantic_extra__,
     )
+
+
+def _to_record(line: RowLine) -> RowRecord:
+    experts = line.routed_experts
+    fields = _fields(line)
+    fields["routed_experts"] = None if experts is None else experts.to_experts()
+    return RowRecord(**fields)
 
 
 def _fields(line: RowLine | LengthsLine) -> dict[str, Any]:
@@ -305,6 +325,8 @@ def _plain(record: Any) -> dict[str, Any]:
         elif name == "media":
             names = ("start", "num_tokens", "grid", "digest")
             value = tuple({each: getattr(image, each) for each in names} for image in cast(tuple[Media, ...], value))
+        elif isinstance(value, RoutedExperts):
+            value = ExpertsObject.plain(value)
         elif name == "calls":
             value = tuple(_plain(call) for call in value)
         elif isinstance(value, list):

@@ -177,11 +177,16 @@ def check_model(config: Config) -> None:
                 f"model.max_context_tokens must be at most {most - num_beyond}, the context that {key} = {path!r} was "
                 f"made for, found {config.model.max_context_tokens}; lower it, compaction keeps rollouts within it"
             )
-        problem = balance_problem(settings) if config.train.moe_balance_coef and key == "model.path" else None
-        if problem is not None:
+        problem = balance_problem(settings) if key == "model.path" else None
+        if problem is not None and config.train.moe_balance_coef:
             raise ConfigError(
                 f"train.moe_balance_coef = {config.train.moe_balance_coef} needs the routing of every token, found "
                 f"that {problem} ({key}); leave it out, or set it to 0"
+            )
+        if problem is not None and config.train.routing_replay != "off":
+            raise ConfigError(
+                f"train.routing_replay = {config.train.routing_replay!r} needs routers whose choice can be replayed, "
+                f"found that {problem} ({key}); leave it out"
             )
         problem = layout_problem(settings, config.plan.layout)
         if problem is not None:

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenstep.errors import RowError
+from evenstep.experts import RoutedExperts
 from evenstep.media import Media, check_media
 
 __all__ = [
@@ -88,6 +89,8 @@ class Call:
     finish_reason: str | None = None  # "stop", "length", ... as the engine said it
     is_rejected: bool = False  # the agent threw this output away (resampled, filtered): never trained
     media: tuple[Media, ...] = ()  # images of the prompt, in the order of their tokens
+    # of the last tokens of prompt and output together, as many as it speaks of; None: of none
+    routed_experts: RoutedExperts | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -173,6 +176,7 @@ class Segment:
     break_reason: BreakReason | None  # why this segment began; None for the first
     call_orders: tuple[int, ...]  # the calls that belong to it
     media: tuple[Media, ...] = ()  # images among its tokens, in their order
+    routed_experts: RoutedExperts | None = None  # [T] of the first call that knew; None: no call knew any
 
     @property
     def num_tokens(self) -> int:
@@ -205,8 +209,9 @@ class Row:
     NaN, infinities and padding are harmless there.
 
     Raises:
-        RowError: an empty row, unequal lengths, ``loss_mask[0] != 0``, a mask that is not 0/1, negative token ids, or
-            a non-finite value at a trained token, or images out of order, overlapping, or not on placeholders.
+        RowError: an empty row, unequal lengths, ``loss_mask[0] != 0``, a mask that is not 0/1, negative token ids, a
+            non-finite value at a trained token, images out of order, overlapping, or not on placeholders, or experts
+            that no router can have chosen.
     """
 
     row_id: Hashable
@@ -221,6 +226,7 @@ class Row:
     old_values: Float64Array | None = None  # [T]; a critic's, before the first update
     returns: Float64Array | None = None  # [T]; what a critic is trained towards
     media: tuple[Media, ...] = ()  # images among its tokens, in their order; none where they were compacted away
+    routed_experts: RoutedExperts | None = None  # [T]; as the engine chose them
 
     def __init__(
         self,
@@ -237,6 +243,7 @@ class Row:
         old_values: Sequence[float] | Float64Array | None = None,
         returns: Sequence[float] | Float64Array | None = None,
         media: Sequence[Media] = (),
+        routed_experts: RoutedExperts | Sequence[Any] | npt.NDArray[np.integer[Any]] | None = None,
     ) -> None:
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or ids.size == 0:
@@ -302,6 +309,18 @@ class Row:
                     f"row {row_id!r}: placeholders of an image are never sampled, found loss_mask 1 among tokens "
                     f"{image.start} to {image.stop - 1}; set it to 0 there"
                 )
+        if routed_experts is not None:
+            if not isinstance(routed_experts, RoutedExperts):
+                try:
+                    routed_experts = RoutedExperts.of(routed_experts)
+                except RowError as error:
+                    raise RowError(f"row {row_id!r}: {error}") from None
+            if routed_experts.num_tokens != num_tokens:
+                raise RowError(
+                    f"row {row_id!r}: routed_experts must have one entry per token ({num_tokens}), found shape "
+                    f"{routed_experts.shape}; give -1 for a token whose experts are unknown, such as the last one"
+                )
+        fields["routed_experts"] = routed_experts
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 

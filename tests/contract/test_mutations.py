@@ -18,6 +18,7 @@ import mutations_of_credit as credit
 import mutations_of_replay as replay
 import mutations_of_report as report
 import mutations_of_rollouts as rollouts
+import mutations_of_routing as routing
 import mutations_of_serving as serving
 import mutations_of_step as step
 from mutations import Mutation, run
@@ -29,6 +30,7 @@ MUTATIONS = [
     *report.REPORT,
     *serving.SERVING,
     *replay.REPLAY,
+    *routing.ROUTING,
 ]
 HARMLESS = Mutation(
     name="harmless",

@@ -203,6 +203,10 @@ def test_missing_keys_are_listed_together() -> None:
         (["plan.layout=packed", "plan.micro_batch_rows=2"], ["plan.micro_batch_rows", "found 2", "'fixed'"]),
         (["plan.pad_to_multiple=512"], ["found 512 and 256"]),
         (["train.old_logprobs=detached", "train.epochs=2"], ["'detached' is exact for one window", "train.epochs = 2"]),
+        (
+            ["train.routing_replay=required", "engine.kind=vllm", "engine.urls=['http://127.0.0.1:1']"],
+            ["'required' with engine.kind = 'vllm'", "use engine.kind = 'in_process' or 'sglang'"],
+        ),
         (["train.score_max_tokens_per_gpu=512"], ["found 512", "set train.old_logprobs = 'scored'"]),
         (["train.ratio_unit=segment"], ["'segment' with loss 'ppo_clip'", "set train.loss = 'gspo'"]),
         (["train.loss=cispo", "train.dual_clip=3.0"], ["found 3.0 with train.loss = 'cispo'"]),

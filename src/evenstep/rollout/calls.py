@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from evenstep.errors import EngineError, EvenstepError
+from evenstep.experts import RoutedExperts
 from evenstep.file_lines import MAX_LOGPROB
 from evenstep.rollout.engine import Completion, Engine, Request, RolloutKey
 from evenstep.types import BreakReason, Call, Sampling
@@ -28,8 +29,11 @@ async def recorded_call(
     parent: int | None,
     break_reason: BreakReason | None,
     group_id: str = "",
+    before: Call | None = None,
 ) -> Call:
     """Make one call, whose output has at most ``sampling.max_tokens`` tokens of a vocabulary of ``vocab_size``.
+
+    ``before`` is the call of order ``parent``, where it is at hand: experts that it has are not kept twice.
 
     Raises:
         EngineError: the engine failed, whatever it raised, or answered with what no engine may.
@@ -48,6 +52,8 @@ async def recorded_call(
             f"{error}; what is finished is on disk, go on with --resume once the cause is gone"
         ) from error
     completion = checked_completion(found, where, max_tokens=sampling.max_tokens, vocab_size=vocab_size)
+    num_tokens = len(prompt_ids) + len(completion.output_ids)
+    experts = _checked_experts(completion, where, num_tokens)
     return Call(
         order=order,
         prompt_ids=prompt_ids,
@@ -58,7 +64,38 @@ async def recorded_call(
         sampling=sampling,
         break_reason=break_reason,
         finish_reason=completion.finish_reason,
+        routed_experts=None if experts is None else _news(experts, num_tokens, prompt_ids, before),
     )
+
+
+def _checked_experts(completion: Completion, where: str, num_tokens: int) -> RoutedExperts | None:
+    experts: Any = completion.routed_experts
+    if experts is None or (isinstance(experts, RoutedExperts) and experts.num_tokens <= num_tokens):
+        return experts
+    found = f"those of {experts.num_tokens}" if isinstance(experts, RoutedExperts) else type(experts).__name__
+    raise EngineError(
+        f"{where}: an engine must answer with RoutedExperts of its last tokens, at most {num_tokens}, or None, found "
+        f"{found}; give none for tokens of other requests"
+    )
+
+
+def _news(experts: RoutedExperts, num_tokens: int, prompt_ids: tuple[int, ...], before: Call | None) -> RoutedExperts:
+    """The experts from the first token on that the calls before did not know: as a rule the last one that was sampled.
+
+    A prompt holds all that came before it, and so does its forward; kept whole, a rollout's experts would grow with the
+    square of its calls.
+    """
+    known = None if before is None else before.routed_experts
+    if before is None or known is None:
+        return experts
+    view = before.prompt_ids + before.output_ids
+    is_whole = known.num_tokens == len(view) or before.parent is not None
+    if not is_whole or prompt_ids[: len(view)] != view:
+        return experts
+    is_known_T = known.is_known_T
+    num_known = known.num_tokens if is_known_T.all() else int(is_known_T.argmin())
+    first = len(view) - known.num_tokens + num_known
+    return experts.part(max(experts.num_tokens - (num_tokens - first), 0), experts.num_tokens)
 
 
 def is_asked_to_stop(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 from evenstep.errors import EngineError
+from evenstep.experts import RoutedExperts
 from evenstep.types import Sampling
 
 __all__ = ["Barrier", "BatchEngine", "Completion", "Engine", "FinishReason", "Request", "RolloutKey"]
@@ -38,6 +39,8 @@ class Completion:
     logprobs: tuple[float, ...]  # [T_output] of the distribution sampled from; greedy: at temperature 1
     finish_reason: FinishReason
     weight_version: int  # optimizer steps behind the weights that sampled this
+    # of the last tokens of prompt and output together, as many as the engine recorded; None: it records none
+    routed_experts: RoutedExperts | None = None
 
 
 class Engine(Protocol):

@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from evenstep.errors import EngineError
+from evenstep.experts import UNKNOWN, RoutedExperts
 from evenstep.rollout.engine import Completion, FinishReason, Request
+from evenstep.train.moe import Routing, recorded_routing
 
 __all__ = ["InProcessEngine", "cache_argument"]
 
@@ -37,6 +40,8 @@ class InProcessEngine:
             there with ``finish_reason="length"``.
         weight_version: stamped on every completion; whoever changes the weights sets the attribute, where another
             thread may generate within ``between_batches()``.
+        routers: the modules that choose experts, in the order of the layers: what they chose for each token is recorded
+            in ``routed_experts``. Of the last output token it is unknown: nothing was predicted from it.
 
     Raises:
         EngineError: no eos id, or ``max_context_tokens`` below 2.
@@ -49,6 +54,7 @@ class InProcessEngine:
         eos_token_ids: Collection[int],
         max_context_tokens: int,
         weight_version: int = 0,
+        routers: Sequence[nn.Module] = (),
     ) -> None:
         if not eos_token_ids:
             raise EngineError(
@@ -66,6 +72,7 @@ class InProcessEngine:
         self._is_closed = False
         self._lock = threading.Lock()  # held by a batch, and by whoever changes the weights
         self._cache_argument = cache_argument(model)
+        self._routers = tuple(routers)
 
     @property
     def max_context_tokens(self) -> int:
@@ -130,6 +137,7 @@ class InProcessEngine:
         output_ids: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         reasons: list[FinishReason] = ["length"] * num_rows
+        experts: list[list[np.ndarray]] = [[] for _ in requests]  # of each request, parts [T, L, X]
         uniforms = _uniforms(requests, max_new_tokens)
         temperatures_B = torch.tensor([request.sampling.temperature for request in requests], dtype=torch.float64)
         temperatures_B = temperatures_B.to(device)
@@ -141,7 +149,13 @@ class InProcessEngine:
         for step in range(max(max_new_tokens)):
             if self._is_closed:
                 raise EngineError("the engine was closed while it generated; what is finished is on disk")
-            logits_BV = self._forward(ids_BT, mask_BT, positions_BT, cache)
+            with recorded_routing(self._routers) as routing:
+                logits_BV = self._forward(ids_BT, mask_BT, positions_BT, cache)
+            if self._routers:
+                chosen_BTLX = _experts_of(routing, len(rows))
+                for i, row in enumerate(rows):
+                    if not is_done[row]:
+                        experts[row].append(chosen_BTLX[i, -len(requests[row].prompt_ids) if step == 0 else -1 :])
             u_B = torch.tensor([uniforms[row][min(step, max_new_tokens[row] - 1)] for row in rows], dtype=torch.float64)
             tokens_B, logprobs_B = _sample(logits_BV, temperatures_B[rows], u_B.to(device))
             for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
@@ -169,6 +183,7 @@ class InProcessEngine:
                 logprobs=tuple(logprobs[row]),
                 finish_reason=reasons[row],
                 weight_version=self.weight_version,
+                routed_experts=_joined(experts[row]),
             )
             for row in range(num_rows)
         ]
@@ -179,6 +194,20 @@ class InProcessEngine:
         arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
         output = self._model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, **arguments)
         return output.logits[:, -1]
+
+
+def _experts_of(routing: Sequence[Routing], num_rows: int) -> np.ndarray:
+    """[B, T, L, X] int16: what the routers chose for the tokens of one forward pass."""
+    chosen_NLX = torch.stack([one.experts_TX for one in routing], dim=1).to(torch.int16).cpu().numpy()
+    return chosen_NLX.reshape(num_rows, -1, *chosen_NLX.shape[1:])
+
+
+def _joined(parts: Sequence[np.ndarray]) -> RoutedExperts | None:
+    """Experts of prompt and output; those of the last output token are unknown."""
+    if not parts:
+        return None
+    last_TLX = np.full((1, *parts[0].shape[1:]), UNKNOWN, dtype=np.int16)
+    return RoutedExperts.of(np.concatenate([*parts, last_TLX]))
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -150,6 +150,7 @@ class Recorder:
             vocab_size=self.options.vocab_size,
             parent=parent,
             break_reason=break_reason,
+            before=None if parent is None else self.calls[parent],
         )
 
     def _refuse_one_more_segment(self) -> None:

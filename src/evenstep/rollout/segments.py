@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
+import numpy as np
+
+from evenstep.errors import SegmentationError
+from evenstep.experts import UNKNOWN, RoutedExperts
 from evenstep.rollout.call_tree import CallNode, OnUndeclared, Origin, call_tree, has_kept
 from evenstep.types import BREAK_REASONS, BreakReason, Rollout, Row, Segment
 
@@ -112,7 +116,7 @@ def segmentation_of(rollout: Rollout, *, on_undeclared: OnUndeclared = "error") 
     for index, branch in enumerate(branches):
         origin = "start" if index == 0 else _origin(nodes, branch[0])
         segment, num_context = _segment(nodes, branch, index, origin, trained_ends)
-        segments.append(segment)
+        segments.append(replace(segment, routed_experts=_experts(rollout, nodes, branch[-1])))
         origins[origin] += 1
         num_shared += num_context
     rejected = [node.call for node in nodes if node.call.is_rejected]
@@ -173,6 +177,7 @@ def rows_and_report(
                     advantage=0.0 if advantages is None else advantages[rollout.rollout_id],
                     engine_logprobs=segment.logprobs,
                     media=segment.media,
+                    routed_experts=segment.routed_experts,
                 )
             )
     return rows, report
@@ -238,3 +243,33 @@ def _segment(
         media=last.call.media,
     )
     return segment, num_shared
+
+
+def _experts(rollout: Rollout, nodes: Sequence[CallNode], last: int) -> RoutedExperts | None:
+    """The experts of a completed view: of each token, those of the first call on the way to it that knew them.
+
+    What was sampled there followed from them. The last token of a call was never an input of that call, so its experts
+    are those of the next one's forward.
+    """
+    experts_TLX: np.ndarray | None = None
+    limit = nodes[last].num_tokens
+    at: int | None = last
+    while at is not None:
+        node = nodes[at]
+        found = node.call.routed_experts
+        if found is not None:
+            if experts_TLX is None:
+                experts_TLX = np.full((nodes[last].num_tokens, *found.shape[1:]), UNKNOWN, dtype=np.int16)
+            start = node.num_tokens - found.num_tokens
+            if start < 0 or found.shape[1:] != experts_TLX.shape[1:]:
+                raise SegmentationError(
+                    f"rollout {rollout.rollout_id!r}, call {node.call.order}: routed_experts must be of the last of "
+                    f"its {node.num_tokens} tokens, with the layers and experts per token that its other calls have "
+                    f"{experts_TLX.shape[1:]}, found shape {found.shape}; record all calls from one model"
+                )
+            part_TLX = found.experts_TLX[: max(limit - start, 0)]
+            view_TLX = experts_TLX[start : start + len(part_TLX)]
+            np.copyto(view_TLX, part_TLX, where=part_TLX != UNKNOWN)
+        limit = min(limit, node.num_kept_tokens)
+        at = node.parent
+    return None if experts_TLX is None else RoutedExperts.of(experts_TLX)

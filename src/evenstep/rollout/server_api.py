@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from evenstep.errors import EngineError
+from evenstep.experts import RoutedExperts
 from evenstep.rollout.engine import FinishReason
+from evenstep.rollout.returned_experts import returned_experts
 from evenstep.rollout.server_connection import Connection, UnavailableError, shortened
 from evenstep.types import Sampling
 
-__all__ = ["APIS", "Answer", "ServerApi", "ServerFacts"]
+__all__ = ["APIS", "RETURN_EXPERTS", "Answer", "ServerApi", "ServerFacts"]
 
 SAMPLED_MODES = ("processed_logprobs",)  # log-probs of the distribution sampled from
 RAW_MODES = ("raw_logprobs",)  # the same at temperature 1 alone
@@ -43,6 +45,7 @@ class Answer:
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    routed_experts: RoutedExperts | None = None  # of prompt and output, where they were asked for
     stamp: str | None = None  # of the weights that sampled it; None: the server does not say
 
 
@@ -216,9 +219,15 @@ class VllmApi:
 
 
 class SglangApi:
-    """SGLang: its native generate route, and weights from disk."""
+    """SGLang: its native generate route, and weights from disk.
+
+    ``experts_shape``: layers with experts and experts per token of the policy, where calls return their choice.
+    """
 
     name = "sglang"
+
+    def __init__(self, experts_shape: tuple[int, int] | None = None) -> None:
+        self._experts_shape = experts_shape
 
     async def facts(self, server: Connection) -> ServerFacts:
         model: Any = await server.get("/get_model_info")
@@ -272,6 +281,9 @@ class SglangApi:
             "logprob_start_len": -1,
             "stream": False,
         }
+        shape = self._experts_shape
+        if shape is not None:
+            body["return_routed_experts"] = True
         found: Any = await server.post("/generate", body, timeout_s=timeout_s)
         meta: Any = _field(server, found, "meta_info", dict, "POST /generate")
         if "output_ids" not in found:
@@ -290,7 +302,7 @@ class SglangApi:
         if triples and [triple[1] for triple in triples] != ids:
             raise EngineError(f"the server at {server.url} must give log-probs of its output ids, found other ids")
         reason: Any = meta.get("finish_reason")
-        return _checked(
+        answer = _checked(
             server,
             ids=ids,
             logprobs=None if triples is None else [triple[0] for triple in triples],
@@ -300,6 +312,10 @@ class SglangApi:
             stop_token_ids=stop_token_ids,
             most=facts.max_context_tokens,
         )
+        if shape is None:
+            return answer
+        experts = returned_experts(meta.get("routed_experts"), server.url, len(prompt_ids) + len(ids), shape)
+        return replace(answer, routed_experts=experts)
 
     async def stamp(self, server: Connection) -> str:
         info = await server.get("/get_model_info")
@@ -317,6 +333,7 @@ class SglangApi:
 
 
 APIS: Mapping[str, Callable[[], ServerApi]] = {"vllm": VllmApi, "sglang": SglangApi}
+RETURN_EXPERTS: Mapping[str, Callable[[tuple[int, int]], ServerApi]] = {"sglang": SglangApi}
 
 
 def _checked(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 
 from evenstep.errors import EngineError
+from evenstep.experts import RoutedExperts
 from evenstep.rollout.server_api import RAW_MODES, SAMPLED_MODES, TOKENIZER_TEXT, ServerApi, ServerFacts
 from evenstep.rollout.server_connection import Connection
 
@@ -40,6 +41,8 @@ class ServerOptions:
     update_timeout_s: float = 600.0
     reconnect_limit_s: float = 300.0  # how long an unreachable server is waited for
     api_key: str | None = None
+    # layers with experts and experts per token of the policy, where calls return the experts that they chose
+    experts_shape: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class Probe:
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    routed_experts: RoutedExperts | None = None  # of all these tokens, where they are asked for
 
 
 @dataclass(slots=True)

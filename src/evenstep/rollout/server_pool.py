@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from evenstep.errors import EngineError
 from evenstep.rollout.engine import Completion, Request
-from evenstep.rollout.server_api import APIS, Answer, ServerApi
+from evenstep.rollout.server_api import APIS, RETURN_EXPERTS, Answer, ServerApi
 from evenstep.rollout.server_connection import Connection, UnavailableError, connection_pool
 from evenstep.rollout.server_options import Probe, Server, ServerOptions, compare_probes, inspect
 from evenstep.types import Sampling
@@ -54,7 +54,8 @@ class ServerPool:
     ) -> None:
         self._options, self._is_owner, self._notice, self._restart = options, is_owner, notice, restart
         self._run = run or uuid4().hex[:12]
-        self._api: ServerApi = APIS[options.kind]()
+        shape = options.experts_shape
+        self._api: ServerApi = APIS[options.kind]() if shape is None else RETURN_EXPERTS[options.kind](shape)
         self.version, self._folder = 0, Path()
         self._groups: dict[str, Server] = {}
         self._is_held, self._num_in_flight = True, 0
@@ -166,6 +167,7 @@ class ServerPool:
             logprobs=answer.logprobs,
             finish_reason=answer.finish_reason,
             weight_version=version,
+            routed_experts=answer.routed_experts,
         )
 
     async def _stamp_after(self, server: Server) -> str:
@@ -258,6 +260,7 @@ class ServerPool:
             prompt_ids=prompt_ids,
             output_ids=answer.output_ids,
             logprobs=answer.logprobs,
+            routed_experts=answer.routed_experts,
         )
 
     async def release(self, version: int, stamps: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from evenstep.media import VisionSpec, rope_positions
 from evenstep.train.attention import NODES_KWARG
+from evenstep.train.routing import RouterShape, experts_of_cell
 from evenstep.train.trie import Node, build_trie
 from evenstep.train.vision import Images, make_images
 from evenstep.train.window import prefix_keys
@@ -65,6 +66,7 @@ class Cell:
     old_values_N: Tensor | None
     returns_N: Tensor | None
     images: Images | None = None  # of its rows, or a blank one where other cells of the window have some
+    experts_TLX: Tensor | None = None  # of all B * T positions where routing is replayed; see evenstep.train.routing
 
     def model_inputs(self) -> dict[str, object]:
         """Keyword arguments of a transformers model's forward."""
@@ -108,6 +110,7 @@ def collate(
     fields: Sequence[str] = (),
     width: Callable[[int], int] = lambda num_tokens: num_tokens,
     vision: VisionSpec | None = None,
+    router_shape: RouterShape | None = None,
 ) -> Cell:
     """Lay out the rows of a cell.
 
@@ -124,6 +127,7 @@ def collate(
             that every rank sums the same metrics.
         width: how many tokens a rectangle's width (packed, tree: the whole) is rounded up to after that.
         vision: of the model, where any row of the window has images.
+        router_shape: of a model whose routing is replayed; None: it is not.
     """
     num_fillers = max(num_shape_rows, 1) - len(rows) if len(rows) < max(num_shape_rows, 1) else 0
     documents = [*prefix_keys(rows), *[np.full(FILLER_TOKENS, PAD_ID)] * num_fillers]
@@ -143,6 +147,11 @@ def collate(
             for image in row.media
         ]
         images = make_images(places, vision, dtype=dtype, device=device)
+
+    own_index = index_by_row[: len(rows)]
+    experts_TLX: Tensor | None = None
+    if router_shape is not None:
+        experts_TLX = torch.from_numpy(experts_of_cell(rows, own_index, input_ids_BT.size, router_shape)).to(device)
 
     trained = [np.flatnonzero(row.loss_mask) for row in rows]
     counts = [len(t) for t in trained]
@@ -168,8 +177,9 @@ def collate(
         row_index_N=join([np.repeat(np.arange(len(rows)), counts)], torch.int64),
         weights_N=join([np.repeat(np.asarray(weights, dtype=np.float64), counts)], dtype),
         advantages_N=join([row.advantages_T[t] for row, t in zip(rows, trained, strict=True)], dtype),
-        index_by_row=tuple(index_by_row[: len(rows)]),
+        index_by_row=tuple(own_index),
         images=images,
+        experts_TLX=experts_TLX,
         **{f"{name}_N": per_token(name) for name in PER_TOKEN_FIELDS},
     )
 

@@ -18,6 +18,7 @@ from evenstep.rollout.engine import Engine
 from evenstep.rollout.in_process import InProcessEngine
 from evenstep.train import distributed
 from evenstep.train.checkpoint import export
+from evenstep.train.routing import replayed_routers, router_shape
 from evenstep.train.run_folder import RunFolder
 from evenstep.train.setup import Models
 
@@ -68,6 +69,7 @@ class InProcessPolicyEngine:
             models.sampler,
             eos_token_ids=renderer.stop_token_ids,
             max_context_tokens=config.model.max_context_tokens,
+            routers=replayed_routers(models.sampler, config.train.routing_replay),
         )
 
     def update_weights(self, version: int) -> None:
@@ -239,6 +241,7 @@ class ServerPolicyEngine:
         config, section = self._config, self._config.engine
         variable = section.api_key_variable
         urls = tuple(f"http://{LOOPBACK}:{port}" for port in section.ports) if section.launch else section.urls
+        routers = replayed_routers(self._models.policy.model, config.train.routing_replay)
         return ServerOptions(
             kind=section.kind,
             urls=urls,
@@ -247,6 +250,7 @@ class ServerPolicyEngine:
             update_timeout_s=section.update_timeout_s,
             reconnect_limit_s=section.reconnect_limit_s,
             api_key=os.environ.get(variable) if variable is not None else None,
+            experts_shape=None if not routers else (len(routers), router_shape(routers).experts_per_token),
             expected=Expected(
                 max_context_tokens=config.model.max_context_tokens,
                 vocab_size=self._vocab_size,

@@ -43,20 +43,19 @@ class Routing:
         return Routing(logits_TE=self.logits_TE[index], experts_TX=self.experts_TX[index])
 
 
-def find_routers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
-    """The modules that choose the experts, in the order of the layers.
+def find_routers(model: PreTrainedModel, why: str = "moe_balance_coef") -> tuple[nn.Module, ...]:
+    """The modules that choose the experts, in the order of the layers; ``why`` is the option that needs them.
 
     Raises:
         ConfigError: the model has no experts, or chooses them in another way than by the highest softmax.
     """
     problem = balance_problem(model.config.to_dict())
     if problem is not None:
-        raise ConfigError(f"moe_balance_coef needs the routing of every token, and {problem}; leave the option out")
+        raise ConfigError(f"{why} needs the routing of every token, and {problem}; leave the option out")
     routers = tuple(module for module in model.modules() if type(module).__name__.endswith("TopKRouter"))
     if not routers:
         raise ConfigError(
-            f"moe_balance_coef needs layers with experts, found none in this {type(model).__name__}; leave the option "
-            f"out"
+            f"{why} needs layers with experts, found none in this {type(model).__name__}; leave the option out"
         )
     return routers
 

@@ -52,6 +52,8 @@ class StepOptions:
     kl_estimator: str = "k3"  # k2 or k3
     entropy_coef: float = 0.0  # times the entropy, subtracted from the loss
     moe_balance_coef: float = 0.0  # times the load-balancing loss of a mixture of experts, added to the loss
+    # tokens go to the experts that their rows carry: off, recorded (rows without them route freely) or required
+    routing_replay: Literal["off", "recorded", "required"] = "recorded"
     importance_cap: float | None = None  # truncated importance weight min(cap, exp(old - engine)) on the policy term
     # policy terms of rollouts whose exp(mean of old - engine) is outside (low, high) are 0
     sequence_mask: tuple[float, float] | None = None
@@ -74,6 +76,7 @@ class StepOptions:
             "normaliser": NORMALISERS,
             "ratio_unit": ("rollout", "segment"),
             "kl_estimator": ("k2", "k3"),
+            "routing_replay": ("off", "recorded", "required"),
             "compute_dtype": (None, "float32", "bfloat16"),
             "attention": ("auto", "sdpa", "flex", "flash"),
             "sync": ("last", "each"),
@@ -158,6 +161,7 @@ class StepOptions:
             "normaliser",
             "normaliser_constant",
             "allow_row_splits",
+            "routing_replay",
         )
         return {name: self._value(name) for name in names}
 

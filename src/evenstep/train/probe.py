@@ -83,7 +83,14 @@ def check_probes(
 def _row(probe: Probe) -> Row:
     ids = [*probe.prompt_ids, *probe.output_ids]
     mask = [False] * len(probe.prompt_ids) + [True] * len(probe.output_ids)
-    return Row(row_id=probe.url, rollout_id=probe.url, group_id="probe", token_ids=ids, loss_mask=mask)
+    return Row(
+        row_id=probe.url,
+        rollout_id=probe.url,
+        group_id="probe",
+        token_ids=ids,
+        loss_mask=mask,
+        routed_experts=probe.routed_experts,
+    )
 
 
 def _explanation(

@@ -189,6 +189,7 @@ def _plan_options(config: Config) -> dict[str, Any]:
         "allow_row_splits": config.credit.allow_row_splits,
         "temperature": config.rollout.temperature,
         "compute_dtype": config.train.compute_dtype,
+        "routing_replay": config.train.routing_replay,
         "logprob_chunk_tokens": config.train.logprob_chunk_tokens,
     }
 

@@ -28,6 +28,7 @@ from evenstep.train.critic import ValueObjective, is_critic
 from evenstep.train.losses import VALUE_LOSSES
 from evenstep.train.options import StepOptions
 from evenstep.train.policy import PolicyObjective
+from evenstep.train.routing import refuse_experts, replayed_routers, replayed_routing, router_shape
 from evenstep.train.totals import Totals
 from evenstep.train.verify import num_embeddings, verify_layout
 from evenstep.train.vision import spec_of
@@ -81,6 +82,7 @@ def run_plan(
             fields=window.fields,
             width=plan.padded_width,
             vision=window.vision,
+            router_shape=window.router_shape,
         )
         fn(cell, k == len(cells) - 1)
 
@@ -168,6 +170,8 @@ class Scorer:
         for layout in CHOICES if self.options.layout == "auto" else (self.options.layout,):
             self._add_layout(layout)
         self.objective: Any = (ValueObjective if is_critic(model) else PolicyObjective)(self.options, model)
+        # a critic routes freely: an engine recorded what the policy chose
+        self.routers = () if is_critic(model) else replayed_routers(model, self.options.routing_replay)
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32  # of per-token numbers
@@ -204,6 +208,8 @@ class Scorer:
 
         ``max_tokens_per_gpu`` replaces the budget of the options, for a pass without gradients that has more room.
         """
+        if self.options.routing_replay != "off" and not self.routers and not is_critic(self.model):
+            refuse_experts(rows, self.model)
         return prepare_window(
             rows,
             voters,
@@ -216,6 +222,7 @@ class Scorer:
             plan_sync="micro_batch" if self.is_sharded else "step",
             vocab_size=num_embeddings(self.model),
             vision=self._vision,
+            router_shape=router_shape(self.routers) if self.routers else None,
         )
 
     def score(
@@ -261,10 +268,13 @@ class Scorer:
         """The window, if it was prepared under this object's settings."""
         if voters is not None:
             raise ConfigError("a prepared window has its voters already; give them to prepare() instead")
-        if window.settings != self.options.window_settings:
+        own = self.options.window_settings
+        if is_critic(self.model):  # it routes freely, whatever a policy's window says
+            own["routing_replay"] = window.settings["routing_replay"]
+        if window.settings != own:
             raise ConfigError(
                 f"a prepared window must have the settings of the {type(self).__name__} that runs it, found "
-                f"{window.settings} for {self.options.window_settings}; prepare it with this one"
+                f"{window.settings} for {own}; prepare it with this one"
             )
         if window.plan.layout not in self.backends:
             raise ConfigError(
@@ -274,9 +284,14 @@ class Scorer:
         return window
 
     def _run_without_gradient(self, window: PreparedWindow, visit: Callable[[Cell, Any], None]) -> None:
+        def run(cell: Cell, _: bool) -> None:
+            with replayed_routing(self.routers, cell.experts_TLX):
+                out = self._forward(cell)
+            visit(cell, out)
+
         self.model.eval()
         with torch.no_grad(), attention_for(self.model, self.backends[window.plan.layout]):
-            run_plan(window, lambda cell, _: visit(cell, self._forward(cell)), dtype=self.dtype, device=self.device)
+            run_plan(window, run, dtype=self.dtype, device=self.device)
 
     def _forward(self, cell: Cell) -> Any:
         is_bfloat16 = self.options.compute_dtype == "bfloat16"
@@ -368,8 +383,9 @@ class Trainer(Scorer):
 
         def train(cell: Cell, is_last: bool) -> None:
             distributed.set_sync(self.model, is_last=is_last or self.options.sync == "each")
-            out = self._forward(cell)
-            (totals.add(cell, objective.terms(cell, out, state)) + out.anchor).backward()
+            with replayed_routing(self.routers, cell.experts_TLX):
+                out = self._forward(cell)
+                (totals.add(cell, objective.terms(cell, out, state)) + out.anchor).backward()
             outputs.update(self._scatter(cell, out))
 
         # evaluation mode: no dropout in any pass; checkpointed layers recompute in training mode only

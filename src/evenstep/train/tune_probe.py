@@ -22,6 +22,7 @@ from evenstep.config import Config, load_config
 from evenstep.train import distributed
 from evenstep.train.memory import peak_memory_bytes, reset_peak_memory
 from evenstep.train.replay_arm import reported
+from evenstep.train.routing import experts_of_cell, router_shape
 from evenstep.train.setup import load_models
 from evenstep.train.step import Trainer
 from evenstep.train.verify import num_embeddings
@@ -125,6 +126,8 @@ class _Prober:
         for index in range(cell.num_rows * num_microbatches * self.num_ranks):
             ids = self.draw.integers(num_ids, size=cell.row_tokens)
             fields: dict[str, Any] = {name: np.full(cell.row_tokens, -1.0) for name in names}
+            if trainer.routers:
+                fields["routed_experts"] = experts_of_cell([], [], cell.row_tokens, router_shape(trainer.routers))
             fields |= {"rollout_id": index, "group_id": index // 2, "advantage": 1.0}
             rows.append(Row(row_id=index, token_ids=ids, loss_mask=np.arange(cell.row_tokens) > 0, **fields))
         return rows

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from evenstep.credit import count_window, row_weights
 from evenstep.errors import PlanError, RowError
+from evenstep.experts import UNKNOWN
 from evenstep.media import VisionSpec
 from evenstep.plan import StepPlan, plan_cheapest, plan_step, shared_prefixes
 from evenstep.train.auto_layout import AutoLayout
 from evenstep.train.options import StepOptions
+from evenstep.train.routing import RouterShape, check_experts
 from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Int64Array, Row
 
 __all__ = ["PreparedWindow", "prefix_keys", "prepare_window"]
@@ -38,6 +41,7 @@ class PreparedWindow:
     has_signal: bool  # whether any trained token's advantage is not 0
     fields: tuple[str, ...]  # per-token fields that every row carries
     vision: VisionSpec | None  # of the model, where any row of any rank has images
+    router_shape: RouterShape | None  # of the model whose routing is replayed; None: it is not, or no row carries any
     settings: Mapping[str, object]  # that its plan and weights follow from
     digest: str  # of the plan, the weights and all rows
 
@@ -59,6 +63,7 @@ def prepare_window(
     max_tokens_per_gpu: int | None = None,
     rotary_limit: tuple[str, int] | None = None,
     vision: VisionSpec | None = None,
+    router_shape: RouterShape | None = None,
 ) -> PreparedWindow:
     """Count, weigh and plan a window; a pure function of its arguments.
 
@@ -67,11 +72,12 @@ def prepare_window(
 
     Layout "auto" is decided with ``auto`` under the budget of the options, so that all passes over a window decide
     alike; ``max_tokens_per_gpu`` is the budget of this pass, None: that of the options.
-    ``rotary_limit``: see ``evenstep.model_files.rotary_limit``; ``vision``: what the model makes of images.
+    ``rotary_limit``: see ``evenstep.model_files.rotary_limit``; ``vision``: what the model makes of images;
+    ``router_shape``: of a model whose routing is replayed, None: experts that rows carry are left aside.
 
     Raises:
-        RowError: no rows, an id outside the vocabulary, a per-token field that only some rows carry, or images that
-            are not the model's.
+        RowError: no rows, an id outside the vocabulary, a per-token field that only some rows carry, or images or
+            experts that are not the model's.
         CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``; images in layout ``tree``; a
             micro-batch in which rotary
             angles of one row would depend on another one's length, or on padding.
@@ -80,6 +86,10 @@ def prepare_window(
         raise RowError(
             "a window needs at least one row, found none; when no rollout of a window has tokens, skip its step"
         )
+    if router_shape is None:
+        rows = [row if row.routed_experts is None else replace(row, routed_experts=None) for row in rows]
+    else:
+        check_experts(rows, router_shape, is_required=options.routing_replay == "required")
     fields = tuple(name for name in PER_TOKEN_FIELDS if _all_or_none(rows, name))
     _require_vocabulary(rows, vocab_size)
     has_images = _check_images(rows, vision, options.layout)
@@ -142,6 +152,7 @@ def prepare_window(
         has_signal=any(bool(row.advantages_T.any()) for row in rows),
         fields=fields,
         vision=vision if has_images else None,
+        router_shape=router_shape if any(row.routed_experts is not None for row in rows) else None,
         settings=options.window_settings,
         digest=_digest(plan, weights_R, rows, fields),
     )
@@ -150,9 +161,30 @@ def prepare_window(
 def prefix_keys(rows: Sequence[Row]) -> list[Int64Array]:
     """[R][T] A number for all that two tokens at one position must have equal to be one node of a prefix trie.
 
-    That is the token id; whatever else a row brings along that changes a hidden state has to be numbered in here too.
+    That is the token id and, where rows carry experts, the experts that it goes to. Numbers are in the order of the
+    ids, those of one id in the order of their experts, so that they do not depend on the order of the rows.
+
+    >>> fields = {"rollout_id": 0, "group_id": 0, "token_ids": [7, 8], "loss_mask": [0, 1]}
+    >>> rows = [Row(row_id=i, routed_experts=[[[e]], [[0]]], **fields) for i, e in enumerate((2, 1, 2))]
+    >>> [key.tolist() for key in prefix_keys(rows)]
+    [[1, 2], [0, 2], [1, 2]]
     """
-    return [row.token_ids for row in rows]
+    shapes = {row.routed_experts.shape[1:] for row in rows if row.routed_experts is not None}
+    if not shapes:
+        return [row.token_ids for row in rows]
+    ((num_layers, num_experts),) = shapes
+    parts: list[npt.NDArray[np.uint8]] = []
+    for row in rows:
+        ids_T8 = row.token_ids.astype(">i8").view(np.uint8).reshape(-1, 8)
+        experts_TX = np.zeros((row.num_tokens, num_layers * num_experts), dtype=">i2")
+        if row.routed_experts is not None:
+            experts_TX[:] = row.routed_experts.experts_TLX.reshape(experts_TX.shape) - UNKNOWN
+        parts.append(np.concatenate([ids_T8, experts_TX.view(np.uint8)], axis=1))
+    # a token's bytes as one value, which compares like the numbers that it is made of
+    tokens_N = np.ascontiguousarray(np.concatenate(parts))
+    tokens_N = tokens_N.view(f"V{tokens_N.shape[1]}")[:, 0]
+    keys_N = np.unique(tokens_N, return_inverse=True)[1].astype(np.int64)
+    return np.split(keys_N, np.cumsum([row.num_tokens for row in rows])[:-1])
 
 
 def _check_images(rows: Sequence[Row], vision: VisionSpec | None, layout: str) -> bool:
@@ -232,6 +264,8 @@ def _digest(plan: StepPlan, weights_R: Float64Array, rows: Sequence[Row], fields
             state.update(
                 repr([(image.start, image.num_tokens, image.grid, image.digest) for image in row.media]).encode()
             )
+        if row.routed_experts is not None:
+            state.update(row.routed_experts.data)
         for name in fields:
             state.update(getattr(row, name)[row.loss_mask].tobytes())
     return state.hexdigest()

@@ -1,6 +1,7 @@
 """What is locked here, over real HTTP with a server that misbehaves on command (scripted_server):
 
-1. vLLM and SGLang: the ids, log-probs and reasons of a call are the server's own; equal seeds give equal tokens
+1. vLLM and SGLang: the ids, log-probs and reasons of a call are the server's own; equal seeds give equal tokens;
+   where they are asked for, SGLang's calls return the experts of all their tokens but the last
 2. siblings of a group go to one server, others to the least busy one; calls at once stay within the limit
 3. a call is sent again only while nothing of its answer was accepted: busy, reset, aborted, refused; it is counted once
 4. a server that is started again gets its weights before it is asked, and an answer of other weights is never taken;
@@ -33,6 +34,7 @@ import pytest
 from evenstep.errors import EngineError
 from evenstep.rollout import server_connection
 from evenstep.rollout.engine import Completion, Request
+from evenstep.rollout.returned_experts import returned_experts
 from evenstep.rollout.server import Expected, Probe, ServerEngine, ServerOptions
 from evenstep.rollout.server_api import TOKENIZER_TEXT
 from evenstep.rollout.server_connection import Connection, UnavailableError, connection_pool
@@ -131,6 +133,36 @@ def test_a_call(kind: str, tmp_path: Path) -> None:
         name = {"vllm": "prompt", "vllm scale-out": "token_ids", "sglang": "input_ids"}[kind]
         assert sent[name] == [3, 4, 5]
         assert "text" not in sent
+
+
+def test_a_call_returns_the_experts_that_it_chose(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"kind": "sglang", "experts_shape": (2, 2)}
+    with ScriptedServer(kind="sglang") as server, engine_of(tmp_path, server.url, **asked) as engine:
+        for seed in range(3):
+            found = call(engine, seed=seed)
+            ids = (3, 4, 5, *found.output_ids)
+            assert found.routed_experts is not None
+            assert found.routed_experts.experts_TLX[:-1].tolist() == Table().experts(ids).tolist()
+            assert found.routed_experts.is_known_T.tolist() == [True] * (len(ids) - 1) + [False]
+        for fault, match in (
+            ("no_experts", "found no meta_info.routed_experts; start SGLang with --enable-return-routed-experts"),
+            ("more_layers", r"2 layers with 2 experts each, found \d+ numbers"),
+        ):
+            server.faults[fault] = 1
+            with pytest.raises(EngineError, match=match):
+                call(engine)
+    with ScriptedServer(kind="sglang") as server, engine_of(tmp_path, server.url, kind="sglang") as engine:
+        assert call(engine).routed_experts is None
+        assert "return_routed_experts" not in server.calls[-1]["body"]
+
+
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [(None, "found no meta_info"), ("AAA", "as base64 of int32"), ("AAAAAAAAAAA=", r"found \[0, 0\] at token 0")],
+)
+def test_experts_that_no_router_chose_are_refused(found: str | None, match: str) -> None:
+    with pytest.raises(EngineError, match=rf"the server at http://a must return the experts that it chose.*{match}"):
+        returned_experts(found, "http://a", 2, (1, 2))
 
 
 def test_an_output_ends_at_the_context(tmp_path: Path) -> None:

@@ -35,9 +35,10 @@ from evenstep.model_files import SOFTMAX_ROUTER_MODEL_TYPES
 from evenstep.preflight import check_model
 from evenstep.train.moe import Routing, balance_loss, balance_weights, count_tokens, find_routers, recorded_routing
 from evenstep.types import Row
+from moe_models import small_model
 from moe_oracle import OracleBalance, oracle_balance
 from step_cases import CaseOutcome, StepCase, run_case
-from tiny_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, VOCAB, tiny_model, true_float64
+from tiny_models import EXPERTS_PER_TOKEN, VOCAB, tiny_model, true_float64
 from tiny_rows import make_rows, split_at_turns, with_old_logprobs
 
 FAMILIES = ("mixtral", "qwen3_moe")
@@ -126,34 +127,6 @@ def test_two_layers_two_experts_by_hand() -> None:
     by_hand = 2 * 1.5 * p * (f - (p * f).sum())  # f is a constant
     assert logits.grad is not None
     assert logits.grad[0].numpy() == pytest.approx(by_hand, rel=1e-14)
-
-
-def small_model(model_type: str, **settings: Any) -> Any:
-    experts = "num_experts" if hasattr(AutoConfig.for_model(model_type), "num_experts") else "num_local_experts"
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        experts: NUM_EXPERTS,
-        "num_experts_per_tok": EXPERTS_PER_TOKEN,
-        "max_position_embeddings": 256,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    } | settings
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else 0.4 * noise)
-    return model
 
 
 @pytest.mark.parametrize("model_type", sorted(SOFTMAX_ROUTER_MODEL_TYPES))
