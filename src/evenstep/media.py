@@ -87,6 +87,10 @@ class Media:
         """The token after the last placeholder."""
         return self.start + self.num_tokens
 
+    def moved(self, start: int) -> Media:
+        """The same image at another place."""
+        return Media(start=start, num_tokens=self.num_tokens, grid=self.grid, pixels=self.pixels, digest=self.digest)
+
     @property
     def num_patches(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]

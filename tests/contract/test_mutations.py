@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import pytest
 
 import mutations_of_credit as credit
+import mutations_of_images as images
 import mutations_of_replay as replay
 import mutations_of_report as report
 import mutations_of_rollouts as rollouts
@@ -31,6 +32,7 @@ MUTATIONS = [
     *serving.SERVING,
     *replay.REPLAY,
     *routing.ROUTING,
+    *images.IMAGES,
 ]
 HARMLESS = Mutation(
     name="harmless",

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from evenstep.files import read_rollouts
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -71,6 +73,37 @@ def test_tree(tmp_path: Path) -> None:
         assert tree[name] == padded[name]
     for name in ("loss", "grad_norm"):
         assert tree[name] == pytest.approx(padded[name], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(330)
+def test_digits(tmp_path: Path) -> None:
+    policy, folder = tmp_path / "policy", tmp_path / "run"
+    output(str(EXAMPLES.parent / "scripts" / "make_vision_policy.py"), str(policy))
+    settings = {
+        "run.dir": folder,
+        "run.num_collections": 3,
+        "model.path": policy,
+        "rollout.num_prompts": 4,
+        "train.rollouts_per_window": 32,
+        "evaluation.every": 3,
+        "evaluation.num_tasks": 8,
+        "checkpoint.every": 3,
+    }
+    given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    output("-m", "evenstep", "train", str(EXAMPLES / "digits.toml"), *given, "--ranks", "2")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    windows = [line for line in lines if "loss" in line]
+    assert [line["num_rollouts"] for line in windows] == [32, 32, 32]
+    assert all(line["stepped"] and line["grad_norm"] > 0 for line in windows)
+    assert all(line["num_rows"] > 32 for line in windows)  # older pictures were dropped
+    for path in sorted((folder / "rollouts").glob("collection_*")):
+        rollouts = list(read_rollouts(path))
+        assert {len(call.media) for rollout in rollouts for call in rollout.calls} >= {1, 2}
+        assert all(len({image.digest for c in rollout.calls for image in c.media}) == 4 for rollout in rollouts if rollout.status == "ok")
+    exported = list(folder.rglob("preprocessor_config.json"))
+    assert len(exported) == 1
+    assert (exported[0].parent / "model.safetensors").is_file()
 
 
 def test_own_plan() -> None:

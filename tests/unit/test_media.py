@@ -116,20 +116,20 @@ def test_patches_pixel_by_pixel() -> None:
         mean=(0.1, 0.2, 0.3),
         std=(0.5, 0.25, 2.0),
     )
-    image = np.random.default_rng(0).integers(0, 256, size=(12, 6, 3), dtype=np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, size=(6, 12, 3), dtype=np.uint8)
     found = spec.media(image, start=5)
-    assert (found.grid, found.num_tokens, found.start) == ((1, 4, 2), 2, 5)
+    assert (found.grid, found.num_tokens, found.start) == ((1, 2, 4), 2, 5)
     assert found.pixels is not None
     patch = 0
-    for block_row in range(2):
+    for block_column in range(2):  # one block is as high as the image
         for inner_row in range(2):
-            for inner_column in range(2):  # one block is as wide as the image
+            for inner_column in range(2):
                 numbers = []
                 for channel in range(3):
                     for _frame in range(2):
                         for y in range(3):
                             for x in range(3):
-                                byte = image[(2 * block_row + inner_row) * 3 + y, inner_column * 3 + x, channel]
+                                byte = image[inner_row * 3 + y, (2 * block_column + inner_column) * 3 + x, channel]
                                 numbers.append((byte / 255 - spec.mean[channel]) / spec.std[channel])
                 assert found.pixels[patch] == pytest.approx(numbers, abs=1e-6)
                 patch += 1

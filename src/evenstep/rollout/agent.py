@@ -19,7 +19,7 @@ from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.compaction import Compaction, Context, Guard
 from evenstep.rollout.conversation import Conversation
 from evenstep.rollout.engine import Engine
-from evenstep.rollout.environment import AsksModel, Environment, Episode, Score, Start
+from evenstep.rollout.environment import AsksModel, Environment, Episode, Observation, Score, Start
 from evenstep.rollout.recorder import AgentOptions, Recorder, RolloutIdentity, TruncatedError
 from evenstep.types import Rollout, Status
 
@@ -70,6 +70,8 @@ class Supervised:
         start = await self._within_limits("reset", self.environment.reset())
         if not isinstance(start, Start):
             raise TypeError(f"environment.reset must return a Start, found {start!r:.60}")
+        if isinstance(start.task, Observation) and start.task.images:
+            raise TypeError("images belong in Start.observation, found some in Start.task; the task is text")
         return start
 
     async def step(self, action: str) -> str | None:
@@ -205,8 +207,8 @@ async def _play(environment: Supervised, recorder: Recorder, compaction: Compact
     observation: str | None = start.observation
     while True:
         context = await _fitting(context, observation, recorder, compaction)
-        prompt_ids = context.prompt_ids(recorder.renderer, observation)
-        output_ids = await recorder.next_output(prompt_ids, recorder.options.max_tokens_per_call)
+        prompt = context.prompt(recorder.renderer, observation)
+        output_ids = await recorder.next_output(prompt, recorder.options.max_tokens_per_call)
         context = context.with_turn(observation, output_ids)
         played.visible = tuple(turn.index for turn in context.turns)
         observation = await environment.step(recorder.renderer.text(output_ids))
@@ -219,14 +221,14 @@ async def _fitting(context: Context, observation: str, recorder: Recorder, compa
     renderer, options = recorder.renderer, recorder.options
 
     async def write_note(request: str, max_tokens: int) -> str:
-        prompt_ids = context.prompt_ids(renderer, request)
-        if len(prompt_ids) + max_tokens > options.max_context_tokens:
+        prompt = context.prompt(renderer, request)
+        if len(prompt.ids) + max_tokens > options.max_context_tokens:
             raise TruncatedError(
-                f"the context is full: a note's prompt and generation take {len(prompt_ids) + max_tokens} tokens, "
+                f"the context is full: a note's prompt and generation take {len(prompt.ids) + max_tokens} tokens, "
                 f"max_context_tokens is {options.max_context_tokens}; let num_reserved_tokens of compaction "
                 f"{compaction.name!r} keep room for the note"
             )
-        return renderer.text(await recorder.next_output(prompt_ids, max_tokens))
+        return renderer.text(await recorder.next_output(prompt, max_tokens))
 
     guard = Guard(
         renderer=renderer,
@@ -246,7 +248,7 @@ async def _fitting(context: Context, observation: str, recorder: Recorder, compa
         is_exhausted = planned is None
         if planned is not None:
             context = _checked_plan(planned, context, compaction)
-            if not recorder.is_continued_by(context.prompt_ids(renderer, observation)):
+            if not recorder.is_continued_by(context.prompt(renderer, observation)):
                 recorder.start_segment()
         if guard.fits(context):
             return replace(context, num_base_turns=len(context.turns))

@@ -11,6 +11,7 @@ import numpy as np
 from evenstep.errors import EngineError, EvenstepError
 from evenstep.experts import RoutedExperts
 from evenstep.file_lines import MAX_LOGPROB
+from evenstep.media import Media
 from evenstep.rollout.engine import Completion, Engine, Request, RolloutKey
 from evenstep.types import BreakReason, Call, Sampling
 
@@ -30,6 +31,7 @@ async def recorded_call(
     break_reason: BreakReason | None,
     group_id: str = "",
     before: Call | None = None,
+    media: tuple[Media, ...] = (),
 ) -> Call:
     """Make one call, whose output has at most ``sampling.max_tokens`` tokens of a vocabulary of ``vocab_size``.
 
@@ -39,7 +41,7 @@ async def recorded_call(
         EngineError: the engine failed, whatever it raised, or answered with what no engine may.
     """
     where = f"rollout {rollout_id}, call {order}"
-    request = Request(prompt_ids=prompt_ids, sampling=sampling, rollout_key=rollout_key, group_id=group_id)
+    request = Request(prompt_ids=prompt_ids, sampling=sampling, rollout_key=rollout_key, group_id=group_id, media=media)
     try:
         found = await engine.generate(request)
     except EvenstepError:
@@ -65,6 +67,7 @@ async def recorded_call(
         break_reason=break_reason,
         finish_reason=completion.finish_reason,
         routed_experts=None if experts is None else _news(experts, num_tokens, prompt_ids, before),
+        media=media,
     )
 
 

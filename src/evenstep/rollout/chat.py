@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+import numpy as np
+
 from evenstep.errors import ConfigError
+from evenstep.media import Media, VisionSpec
+from evenstep.rollout.environment import Observation
 
-__all__ = ["ChatRenderer", "ChatTokenizer"]
+__all__ = ["ChatRenderer", "ChatTokenizer", "Prompt"]
 
+_MAX_OBSERVATIONS = 1024  # whose patches are kept
 _SENTINEL = "evenstepturn"  # stands for an earlier answer; lower-case letters survive every template
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a model is given."""
+
+    ids: tuple[int, ...]
+    media: tuple[Media, ...] = ()  # images, each on its placeholders
+
+    def continues(self, ids: tuple[int, ...], media: tuple[Media, ...]) -> bool:
+        """Whether it only appends to these ids, with the same images on them."""
+        return self.ids[: len(ids)] == ids and tuple(image for image in self.media if image.start < len(ids)) == media
 
 
 class ChatTokenizer(Protocol):
@@ -32,14 +50,24 @@ class ChatRenderer:
     A conversation in ids is head + output + interstitial + output + …: the head is a rendered first message, outputs
     are the engine's ids as they are, and an interstitial is what the template puts between an answer and the next one.
     It is found by rendering the new message after a dummy answer and cutting the text behind that answer, so it
-    depends on no earlier text and works with any template whose turns are independent.
+    depends on no earlier text and works with any template whose turns are independent. An image is three special tokens
+    in the text of its message (start, placeholder, end), whose placeholder becomes as many as the image has tokens.
+
+    Args:
+        tokenizer: with a chat template.
+        vision: what the model makes of images; None: it sees none.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or its template does not show an assistant's answer.
+        ConfigError: the tokenizer has no chat template, its template does not show an assistant's answer, or it does
+            not know the tokens of an image.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, vision: VisionSpec | None = None) -> None:
         self._tokenizer = tokenizer
+        self._vision = vision
+        self._image_text = "" if vision is None else self._text_of_image(vision)
+        # by identity, so that each observation is cut into patches once
+        self._placed: dict[int, tuple[Observation, tuple[Media, ...]]] = {}
         # The rollouts of a group read the same pages, so most renderings are asked for again.
         self.head = lru_cache(maxsize=4096)(self._head)
         self._ids_after_answer = lru_cache(maxsize=4096)(self._rendered_after_answer)
@@ -61,6 +89,72 @@ class ChatRenderer:
     def after_output(self, text: str, *, after: Sequence[int]) -> tuple[int, ...]:
         """Ids of a text that a template writes behind the output ``after``, whose end of turn is not repeated."""
         return self._unless_closed(self.encoded(text), after)
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The placeholder of images, which no answer may hold; None where the model sees none."""
+        return None if self._vision is None else self._vision.image_token_id
+
+    def shown(self, observation: str) -> str:
+        """An observation's text, with the tokens of its images in front.
+
+        Raises:
+            ConfigError: it has images and the model sees none.
+        """
+        if not isinstance(observation, Observation) or not observation.images:
+            return observation
+        if self._vision is None:
+            raise ConfigError(
+                f"the environment shows {len(observation.images)} images, and the model sees none; use a vision model "
+                f"whose type evenstep knows (docs/images.md), or an environment of text"
+            )
+        return self._image_text * len(observation.images) + observation
+
+    def prompt(self, ids: Sequence[int], observations: Sequence[str]) -> Prompt:
+        """A prompt in which each image of its observations, in order, stands on as many placeholders as it has tokens.
+
+        Raises:
+            ValueError: an image that is none or has sides that the model cannot cut up, or a text that holds the
+                placeholder of an image itself.
+        """
+        if self._vision is None:
+            return Prompt(ids=tuple(ids))
+        images = [image for each in observations if isinstance(each, Observation) for image in self._media_of(each)]
+        places = np.flatnonzero(np.asarray(ids) == self._vision.image_token_id).tolist()
+        if len(places) != len(images):
+            raise ValueError(
+                f"a prompt holds one placeholder (token {self._vision.image_token_id}) for each image, found "
+                f"{len(places)} for {len(images)}; an observation's text must not hold {self._image_text!r} itself"
+            )
+        placed: list[int] = []
+        media: list[Media] = []
+        end = 0
+        for place, image in zip(places, images, strict=True):
+            placed += ids[end:place]
+            media.append(image.moved(len(placed)))
+            placed += [self._vision.image_token_id] * image.num_tokens
+            end = place + 1
+        return Prompt(ids=(*placed, *ids[end:]), media=tuple(media))
+
+    def _media_of(self, observation: Observation) -> tuple[Media, ...]:
+        assert self._vision is not None
+        found = self._placed.get(id(observation))
+        if found is None:
+            if len(self._placed) >= _MAX_OBSERVATIONS:
+                self._placed.clear()
+            found = observation, tuple(self._vision.media(image, start=0) for image in observation.images)
+            self._placed[id(observation)] = found
+        return found[1]
+
+    def _text_of_image(self, vision: VisionSpec) -> str:
+        ids = (vision.start_token_id, vision.image_token_id, vision.end_token_id)
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        if self.encoded(text) != ids:
+            raise ConfigError(
+                f"a vision model's tokenizer must know the tokens around an image, found {ids} as {text!r} and that as "
+                f"{self.encoded(text)}; use the tokenizer that belongs to the model"
+            )
+        return text
 
     def text(self, output_ids: Sequence[int]) -> str:
         """What an output says, without special tokens."""

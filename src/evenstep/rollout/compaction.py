@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 
 from evenstep.errors import ConfigError
 from evenstep.plugins import is_own_class, own_class
-from evenstep.rollout.chat import ChatRenderer
+from evenstep.rollout.chat import ChatRenderer, Prompt
 
 __all__ = [
     "COMPACTIONS",
@@ -41,7 +41,7 @@ class Turn:
     """One observation and the answer to it."""
 
     index: int  # of the observation in the episode, from 0
-    observation: str
+    observation: str  # with images: an `Observation`
     output_ids: tuple[int, ...]  # exactly as sampled
 
 
@@ -61,8 +61,13 @@ class Context:
 
     def prompt_ids(self, renderer: ChatRenderer, message: str) -> tuple[int, ...]:
         """Ids up to the model's answer to ``message``: every earlier output stands there as it was sampled."""
+        return self.prompt(renderer, message).ids
+
+    def prompt(self, renderer: ChatRenderer, message: str) -> Prompt:
+        """These ids, and the images of the observations among them."""
         indices = [turn.index for turn in self.turns] + [self.num_turns]
-        observations = [turn.observation for turn in self.turns] + [message]
+        seen = [turn.observation for turn in self.turns] + [message]
+        observations = [renderer.shown(observation) for observation in seen]
         for place, (before, index) in enumerate(zip([-1, *indices[:-1]], indices, strict=True)):
             if index > before + 1:
                 observations[place] = _joined(self.marker, observations[place])
@@ -70,7 +75,7 @@ class Context:
         for turn, observation in zip(self.turns, observations[1:], strict=True):
             ids += turn.output_ids
             ids += renderer.interstitial(observation, after=turn.output_ids)
-        return tuple(ids)
+        return renderer.prompt(ids, seen)
 
     def with_turn(self, observation: str, output_ids: tuple[int, ...]) -> Context:
         """The context after an answer."""

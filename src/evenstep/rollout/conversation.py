@@ -42,15 +42,15 @@ class Conversation:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, found {max_tokens}")
         context, before = self._states[-1]
-        prompt_ids = context.prompt_ids(self._recorder.renderer, message)
-        if len(prompt_ids) + max_tokens > options.max_context_tokens:
+        prompt = context.prompt(self._recorder.renderer, message)
+        if len(prompt.ids) + max_tokens > options.max_context_tokens:
             raise TruncatedError(
                 f"a conversation of the environment is full: prompt and reserved generation take "
-                f"{len(prompt_ids) + max_tokens} tokens, max_context_tokens is {options.max_context_tokens}"
+                f"{len(prompt.ids) + max_tokens} tokens, max_context_tokens is {options.max_context_tokens}"
             )
         with self._waiting():
             call = await self._recorder.call(
-                prompt_ids,
+                prompt,
                 max_tokens,
                 parent=None if before is None else before.order,
                 break_reason="subagent" if before is None else None,

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from evenstep.errors import EngineError
 from evenstep.experts import RoutedExperts
+from evenstep.media import Media
 from evenstep.types import Sampling
 
 __all__ = ["Barrier", "BatchEngine", "Completion", "Engine", "FinishReason", "Request", "RolloutKey"]
@@ -29,6 +30,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     rollout_key: RolloutKey = ()  # whose call this is; orders the rows of a batch
     group_id: str = ""  # siblings of one group share their prompt, and so a server's cached prefix
+    media: tuple[Media, ...] = ()  # images of the prompt, each on its placeholders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
@@ -21,6 +21,7 @@ __all__ = [
     "Environment",
     "Episode",
     "FiniteTasks",
+    "Observation",
     "Score",
     "Split",
     "Start",
@@ -32,6 +33,29 @@ __all__ = [
 Split = Literal["train", "heldout", "warmstart"]
 SPLITS: tuple[Split, ...] = ("train", "heldout", "warmstart")
 _SPLIT_OF_SHARE: tuple[Split, ...] = ("train", "train", "heldout", "warmstart")
+
+
+class Observation(str):
+    """An observation with images, which stand before its text; everywhere else it is that text.
+
+    >>> import numpy as np
+    >>> seen = Observation("which digit?", images=[np.zeros((28, 28, 3), dtype=np.uint8)])
+    >>> seen, len(seen.images)
+    ('which digit?', 1)
+
+    Args:
+        text: what stands behind the images.
+        images: arrays of uint8 [height, width, 3], copied; their sides are multiples of what is one token to the model.
+    """
+
+    images: tuple[Any, ...]
+
+    def __new__(cls, text: str = "", *, images: Iterable[Any] = ()) -> Observation:
+        import numpy as np  # here, so that naming an environment needs no NumPy
+
+        made = super().__new__(cls, text)
+        made.images = tuple(np.array(image) for image in images)
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +107,7 @@ class Environment(Protocol):
     async def reset(self) -> Start: ...
 
     async def step(self, action: str) -> str | None:
-        """The next observation, or None when the episode is over."""
+        """The next observation (with images: an `Observation`), or None when the episode is over."""
         ...
 
     async def score(self, episode: Episode) -> Score:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from evenstep.errors import EngineError
+from evenstep.errors import EngineError, RowError
 from evenstep.experts import UNKNOWN, RoutedExperts
+from evenstep.media import check_media, rope_positions
 from evenstep.rollout.engine import Completion, FinishReason, Request
 from evenstep.train.moe import Routing, recorded_routing
+from evenstep.train.vision import Images, images_placed, make_images, spec_of
 
 __all__ = ["InProcessEngine", "cache_argument"]
 
@@ -73,6 +75,7 @@ class InProcessEngine:
         self._lock = threading.Lock()  # held by a batch, and by whoever changes the weights
         self._cache_argument = cache_argument(model)
         self._routers = tuple(routers)
+        self._vision = spec_of(model)
 
     @property
     def max_context_tokens(self) -> int:
@@ -99,8 +102,8 @@ class InProcessEngine:
         """Serve requests together; completions come back in the order of the requests.
 
         Raises:
-            EngineError: an empty or over-long prompt, or sampling settings whose log-probs would not be the
-                trainer's (top-p, top-k).
+            EngineError: an empty or over-long prompt, sampling settings whose log-probs would not be the trainer's
+                (top-p, top-k), or images that are not the model's.
         """
         if not requests:
             return []
@@ -124,12 +127,37 @@ class InProcessEngine:
                 f"{where}: this engine samples from the whole distribution, found temperature {sampling.temperature}, "
                 f"top_p {sampling.top_p}, top_k {sampling.top_k}; use temperature ≥ 0, top_p 1 and top_k 0"
             )
+        if request.media:
+            self._check_images(request, where)
         room = self._max_context_tokens - num_prompt_tokens
         if sampling.max_tokens is None:
             return room
         if sampling.max_tokens < 1:
             raise EngineError(f"{where}: max_tokens must be at least 1, found {sampling.max_tokens}")
         return min(sampling.max_tokens, room)
+
+    def _check_images(self, request: Request, where: str) -> None:
+        if self._vision is None:
+            raise EngineError(f"{where}: the model sees no images, found {len(request.media)}; use a vision model")
+        ids_T = np.asarray(request.prompt_ids)
+        try:
+            check_media(request.media, ids_T, where)
+            # an engine cannot know what was sampled before, so no placeholder is taken for one that lost its image
+            self._vision.check(request.media, ids_T, np.ones(ids_T.size, dtype=np.bool_), where)
+        except RowError as error:
+            raise EngineError(str(error)) from None
+
+    def _images(self, requests: Sequence[Request], width: int) -> Images | None:
+        """Those of left-padded prompts; None where there are none."""
+        if self._vision is None or not any(request.media for request in requests):
+            return None
+        places = [
+            (image, (row + 1) * width - len(request.prompt_ids) + np.arange(image.start, image.stop))
+            for row, request in enumerate(requests)
+            for image in request.media
+        ]
+        parameter = next(self._model.parameters())
+        return make_images(places, self._vision, dtype=parameter.dtype, device=parameter.device)
 
     def _generate(self, requests: Sequence[Request], max_new_tokens: list[int]) -> list[Completion]:
         device = self._model.device
@@ -145,11 +173,16 @@ class InProcessEngine:
         rows = list(range(num_rows))  # the request behind each row still in the batch
         is_done = [False] * num_rows
         ids_BT, mask_BT, positions_BT = _left_padded([request.prompt_ids for request in requests], device)
+        images, next_B1 = self._images(requests, ids_BT.shape[1]), positions_BT[:, -1:] + 1
+        if images is not None:
+            assert self._vision is not None
+            positions_BT = _positions_among_images(requests, positions_BT, self._vision.merge_size)
+            next_B1 = positions_BT.amax(dim=(0, 2))[:, None] + 1
         cache = DynamicCache(config=self._model.config)
         for step in range(max(max_new_tokens)):
             if self._is_closed:
                 raise EngineError("the engine was closed while it generated; what is finished is on disk")
-            with recorded_routing(self._routers) as routing:
+            with recorded_routing(self._routers) as routing, images_placed(self._model, images if step == 0 else None):
                 logits_BV = self._forward(ids_BT, mask_BT, positions_BT, cache)
             if self._routers:
                 chosen_BTLX = _experts_of(routing, len(rows))
@@ -169,12 +202,13 @@ class InProcessEngine:
             live = [index for index, row in enumerate(rows) if not is_done[row]]
             if not live:
                 break
-            positions_BT = positions_BT[:, -1:] + 1
+            positions_BT, next_B1 = next_B1, next_B1 + 1
             ids_BT = tokens_B[:, None]
             if 2 * len(live) <= len(rows):  # finished rows are carried until half are: selecting copies the cache
                 index = torch.tensor(live, device=device)
                 cache.batch_select_indices(index)
-                ids_BT, mask_BT, positions_BT = ids_BT[index], mask_BT[index], positions_BT[index]
+                ids_BT, mask_BT = ids_BT[index], mask_BT[index]
+                positions_BT, next_B1 = positions_BT[index], next_B1[index]
                 rows = [rows[i] for i in live]
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(rows), 1)], dim=1)
         return [
@@ -252,6 +286,16 @@ def _left_padded(
     positions_BT = np.maximum(mask_BT.cumsum(axis=1) - 1, 0)
     ids, mask, positions = (torch.from_numpy(array).to(device) for array in (ids_BT, mask_BT, positions_BT))
     return ids, mask, positions
+
+
+def _positions_among_images(requests: Sequence[Request], positions_BT: torch.Tensor, merge_size: int) -> torch.Tensor:
+    """[3, B, T] Positions of left-padded prompts in time, height and width."""
+    positions_3BT = positions_BT.expand(3, -1, -1).clone()
+    for row, request in enumerate(requests):
+        num_tokens = len(request.prompt_ids)
+        found_3T = torch.from_numpy(rope_positions(num_tokens, request.media, merge_size))
+        positions_3BT[:, row, -num_tokens:] = found_3T.to(positions_BT.device)
+    return positions_3BT
 
 
 def _sample(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from evenstep.errors import ConfigError, EvenstepError
 from evenstep.rollout.calls import recorded_call
-from evenstep.rollout.chat import ChatRenderer
+from evenstep.rollout.chat import ChatRenderer, Prompt
 from evenstep.rollout.engine import Engine, RolloutKey
 from evenstep.types import BreakReason, Call, Sampling
 
@@ -86,41 +86,46 @@ class Recorder:
         continued = {call.parent for call in kept if call.break_reason is None}
         return max(1, sum(call.order not in continued for call in kept))
 
-    def is_continued_by(self, prompt_ids: tuple[int, ...]) -> bool:
+    def is_continued_by(self, prompt: Prompt) -> bool:
         """Whether a prompt only appends to the agent's last prompt and output; so does any first prompt."""
         if self._last is None:
             return True
-        view = self._last.prompt_ids + self._last.output_ids
-        return prompt_ids[: len(view)] == view
+        return prompt.continues(self._last.prompt_ids + self._last.output_ids, self._last.media)
 
     def start_segment(self) -> None:
         """Let the agent's next call begin a segment, because its context was compacted."""
         self._refuse_one_more_segment()
         self._break_reason = "compaction"
 
-    async def next_output(self, prompt_ids: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    async def next_output(self, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
         """The agent's next call."""
         parent = None if self._last is None else self._last.order
-        self._last = await self.call(prompt_ids, max_tokens, parent=parent, break_reason=self._break_reason)
+        self._last = await self.call(prompt, max_tokens, parent=parent, break_reason=self._break_reason)
         self._break_reason = None
         return self._last.output_ids
 
     async def call(
-        self, prompt_ids: tuple[int, ...], max_tokens: int, *, parent: int | None, break_reason: BreakReason | None
+        self, prompt: Prompt, max_tokens: int, *, parent: int | None, break_reason: BreakReason | None
     ) -> Call:
         """Any call.
 
         Raises:
-            TruncatedError: the limit on calls or segments is reached.
+            TruncatedError: the limit on calls or segments is reached, or the output holds the placeholder of an image,
+                which it has not: no prompt could repeat it.
             EvenstepError: the engine failed, or answered with what no engine may.
         """
         async with self._one_at_a_time:
             try:
-                call = await self._called(prompt_ids, max_tokens, parent, break_reason)
+                call = await self._called(prompt, max_tokens, parent, break_reason)
             except EvenstepError as error:
                 self.failure = error
                 raise
             self.calls.append(call)
+            if self.renderer.image_token_id in call.output_ids:
+                raise TruncatedError(
+                    f"the output of call {call.order} holds the placeholder of an image (token "
+                    f"{self.renderer.image_token_id}) and no image"
+                )
             return call
 
     def reject(self, call: Call) -> None:
@@ -128,7 +133,7 @@ class Recorder:
         self.calls[call.order] = replace(call, is_rejected=True)
 
     async def _called(
-        self, prompt_ids: tuple[int, ...], max_tokens: int, parent: int | None, break_reason: BreakReason | None
+        self, prompt: Prompt, max_tokens: int, parent: int | None, break_reason: BreakReason | None
     ) -> Call:
         order = len(self.calls)
         if order == self.options.max_calls:
@@ -142,7 +147,8 @@ class Recorder:
         return await recorded_call(
             self.engine,
             order=order,
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt.ids,
+            media=prompt.media,
             sampling=sampling,
             rollout_id=self.identity.rollout_id,
             rollout_key=self.identity.key,

@@ -80,8 +80,14 @@ class ServerEngine:
         A call is sent again only while nothing of its answer was accepted.
 
         Raises:
-            EngineError: an empty or over-long prompt, an answer that may not be trained on, or no server in time.
+            EngineError: an empty or over-long prompt, one with images, an answer that may not be trained on, or no
+                server in time.
         """
+        if request.media:
+            raise EngineError(
+                f"servers are asked with token ids alone, found a prompt of rollout key {request.rollout_key} with "
+                f"{len(request.media)} images; let the training ranks generate (engine.kind = 'in_process')"
+            )
         task = asyncio.run_coroutine_threadsafe(self._generate(request), self._loop)
         return await asyncio.wrap_future(task)
 

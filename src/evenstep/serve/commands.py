@@ -20,7 +20,7 @@ from evenstep.rollout.agent import AgentOptions, RolloutIdentity, Supervised
 from evenstep.rollout.call_tree import OnUndeclared
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.engine import Engine
-from evenstep.rollout.environment import AsksModel, Environment, Episode, Score, Start
+from evenstep.rollout.environment import AsksModel, Environment, Episode, Observation, Score, Start
 from evenstep.serve import guard
 from evenstep.serve.app import make_app
 from evenstep.serve.batches import in_background
@@ -164,6 +164,8 @@ class CommandPlayer:
     async def _play(self, captured: CapturedRollout, environment: Supervised, name: str, key: str, url: str) -> None:
         identity = captured.identity
         start: Start = await _of_environment(environment.reset())
+        if isinstance(start.observation, Observation) and start.observation.images:
+            raise _FailedError("a program is given text, found images in Start.observation; use agent.kind = 'loop'")
         task = {
             "task": start.task,
             "observation": start.observation,

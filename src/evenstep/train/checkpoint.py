@@ -167,6 +167,7 @@ def export(
     tokenizer: PreTrainedTokenizerBase,
     *,
     untied: bool = False,
+    beside: Sequence[Path] = (),
 ) -> None:
     """Write safetensors, configuration and tokenizer that ``from_pretrained`` loads; written aside, then renamed.
 
@@ -174,6 +175,7 @@ def export(
 
     Args:
         untied: an output head that is the embedding is written a second time, as a head of its own.
+        beside: files that are copied into the folder.
     """
     whole: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -185,6 +187,8 @@ def export(
         with _written_untied(cast(PreTrainedModel, base), weights) if untied else nullcontext(weights) as weights:
             cast(PreTrainedModel, base).save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
+        for file in beside:
+            shutil.copyfile(file, partial / file.name)
 
     _replace(folder, write)
 

@@ -77,7 +77,7 @@ class Collector:
         # groups of the last collection that stand in for dropped ones
         self.replaced: frozenset[str] = frozenset()
         self._compaction = compaction_named(config.compaction.policy, **config.compaction.options)
-        self._renderer = ChatRenderer(cast(ChatTokenizer, models.tokenizer))
+        self._renderer = ChatRenderer(cast(ChatTokenizer, models.tokenizer), models.vision)
         self._source = policy_engine(config, models, self._renderer, files, notice)
         self._player: Player | None = None
         if config.agent.kind == "command":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from evenstep.errors import ConfigError
-from evenstep.media import VISION_MODEL_TYPES
+from evenstep.media import VISION_MODEL_TYPES, VisionSpec, vision_spec
 from evenstep.model_files import PYPI, cached_conversion, find_gguf, model_folder
 
-__all__ = ["load_critic", "load_model", "load_tokenizer"]
+__all__ = ["PROCESSOR", "load_critic", "load_model", "load_tokenizer", "load_vision"]
+
+PROCESSOR = "preprocessor_config.json"  # of a vision model: how images become patches
 
 
 def load_model(path: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -48,6 +51,26 @@ def load_tokenizer(path: str) -> tuple[PreTrainedTokenizerBase, int]:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     return tokenizer, config.get_text_config().vocab_size
+
+
+def load_vision(path: str) -> tuple[VisionSpec | None, Path | None]:
+    """What a model makes of images and the file that says how they are normalised; None where it sees none.
+
+    Raises:
+        ConfigError: as `load_model`, but for the weights, or a vision model without that file.
+    """
+    folder = _folder(path, needs_weights=False)
+    settings = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    if vision_spec(settings) is None:
+        return None, None
+    file = folder / PROCESSOR
+    try:
+        return vision_spec(settings, json.loads(file.read_text(encoding="utf-8"))), file
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path: a vision model's folder must hold {PROCESSOR} with image_mean and image_std, found {error}; "
+            f"download the model again"
+        ) from None
 
 
 def load_critic(path: str, *, dtype: torch.dtype) -> PreTrainedModel:

@@ -14,10 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evenstep.config import Config
+from evenstep.media import VisionSpec
 from evenstep.train import distributed
 from evenstep.train.checkpoint import Trained, export, export_adapter
 from evenstep.train.lora import adapters_off, add_lora, is_lora
-from evenstep.train.models import load_critic, load_model
+from evenstep.train.models import load_critic, load_model, load_vision
 from evenstep.train.step import Scorer, Trainer, share_layouts
 
 __all__ = ["Models", "load_models"]
@@ -36,6 +37,8 @@ class Models:
     whole_copy: PreTrainedModel | None
     frozen_copy: Scorer | None  # of the policy at step 0; None without KL, and with adapters, which can be turned off
     critic: Trainer | None
+    vision: VisionSpec | None = None  # what the policy makes of images; None: it sees none
+    processor_file: Path | None = None  # that says how, exported with the policy
 
     @property
     def sampler(self) -> PreTrainedModel:
@@ -73,7 +76,8 @@ class Models:
 
     def export(self, folder: Path) -> None:
         """Write Hugging Face folders of all that was trained."""
-        export(folder / EXPORT, self.policy.model, self.tokenizer)
+        beside = () if self.processor_file is None else (self.processor_file,)
+        export(folder / EXPORT, self.policy.model, self.tokenizer, beside=beside)
         if is_lora(self.policy.model):
             export_adapter(folder / EXPORT_ADAPTER, self.policy.model)
         if self.critic is not None:
@@ -101,6 +105,7 @@ def load_models(config: Config, *, copies: Container[str] = COPIES) -> Models:
 
     with distributed.rank_zero_first():  # converting packaged weights happens once
         policy, tokenizer = load_model(config.model.path, dtype=dtype)
+    vision, processor_file = load_vision(config.model.path)
     if lora.rank:
         targets = lora.target_modules
         policy = add_lora(
@@ -151,6 +156,8 @@ def load_models(config: Config, *, copies: Container[str] = COPIES) -> Models:
         whole_copy=whole_copy,  # type: ignore[arg-type]
         frozen_copy=frozen_copy,
         critic=critic,
+        vision=vision,
+        processor_file=processor_file,
     )
 
 

@@ -458,10 +458,16 @@ def _refuse_other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 def _refuse_training_mode(model: PreTrainedModel) -> None:
     """Activation checkpointing runs in training mode, where dropout, router jitter and batch norm would be active."""
+    whole = model.config.to_dict()
+    parts = [whole, *(value for value in whole.values() if isinstance(value, dict))]  # of a vision model: text, vision
     settings = {
         name: value
-        for name, value in model.config.to_dict().items()
-        if ("dropout" in name or "jitter" in name) and isinstance(value, (int, float)) and value
+        for part in parts
+        for name, value in part.items()
+        if isinstance(name, str)  # others are of labels
+        and ("dropout" in name or "jitter" in name)
+        and isinstance(value, (int, float))
+        and value
     }
     modules = {
         name: type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)

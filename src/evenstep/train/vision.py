@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.media import Media, VisionSpec, vision_spec
+from evenstep.train.lora import is_lora
 from evenstep.types import Int64Array
 
 __all__ = ["Images", "images_placed", "make_images", "spec_of"]
@@ -60,9 +61,7 @@ def images_placed(model: nn.Module, images: Images | None) -> Iterator[None]:
     if images is None:
         yield
         return
-    base = cast(Any, model)
-    base = base.get_base_model() if hasattr(base, "peft_config") else base
-    inner = base.model
+    inner = cast(Any, model.get_base_model() if is_lora(model) else model).model
 
     def place(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         embeds_BTH: Tensor = kwargs["inputs_embeds"]

@@ -5,7 +5,9 @@
 3. Refused with the reason: images in layout tree, of a model that sees none, and placeholders that lost theirs. Layout
    auto leaves tree out.
 4. Patches take room: a micro-batch keeps to the budget with them.
-5. ``verify_layout`` sees a model that places images wrongly.
+5. Recomputed activations and adapters change nothing: the gradient of what trains is the model's own, row by row.
+   Dropout in any part of the model is refused with recomputation.
+6. ``verify_layout`` sees a model that places images wrongly.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import torch
 import evenstep.train
 import tiny_vision as tiny
 from evenstep import Row
-from evenstep.errors import PlanError, RowError
+from evenstep.errors import ConfigError, PlanError, RowError
 from evenstep.train import collate as collate_module
 from evenstep.train import vision as vision_module
+from evenstep.train.lora import add_lora
 from evenstep.train.verify import verify_layout
 from tiny_models import tiny_model
 
@@ -122,6 +125,36 @@ def test_patches_take_room(layout: str) -> None:
     sizes = [sum(rows[i].num_tokens + rows[i].num_patches for i in cell) for cell in cells]
     assert sizes == [50, 50]  # 9 tokens and 16 patches a row: two rows fit, by tokens alone six would
     assert max(len(cell) for cell in cells) == 2
+
+
+@pytest.mark.parametrize("way", ["adapters", "recomputed"])
+def test_adapters_and_recomputed_activations(way: str) -> None:
+    model, own = tiny.tiny_vision_model(), tiny.tiny_vision_model()
+    if way == "adapters":
+        model, own = (add_lora(each, rank=2, alpha=4.0, seed=0) for each in (model, own))
+        for each in (model, own):
+            for number, (name, parameter) in enumerate(each.named_parameters()):
+                if "lora_B" in name:  # at zero, A would have no gradient
+                    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+                    parameter.data.copy_(0.1 * noise)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    settings: dict[str, Any] = {"activation_checkpointing": way == "recomputed"}
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    one = evenstep.train.Trainer(model, optimizer, layout="packed", max_tokens_per_gpu=60, **settings)
+    loss = one.forward_backward(tiny.mixed_rows()).loss
+    expected_loss, expected = tiny.own_step(own, tiny.mixed_rows())
+    assert loss == pytest.approx(expected_loss, abs=1e-12)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert any("visual" in name for name in found)
+    apart = sum(float((gradient - expected[name]).square().sum()) for name, gradient in found.items()) ** 0.5
+    assert apart <= 1e-12 * sum(float(each.square().sum()) for each in expected.values()) ** 0.5
+
+
+def test_dropout_in_a_part_of_the_model_is_refused() -> None:
+    model = tiny.tiny_vision_model()
+    model.config.text_config.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match="attention_dropout"):
+        trainer(model, activation_checkpointing=True)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
