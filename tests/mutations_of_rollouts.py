@@ -40,8 +40,8 @@ WINDOWS: list[Mutation] = [
     _SERVER(
         name="the version of a call",
         why="A call has another version than the weights that answered it.",
-        old="weight_version=version,\n        )",
-        new="weight_version=version + 1,\n        )",
+        old="weight_version=version,\n            routed_experts",
+        new="weight_version=version + 1,\n            routed_experts",
         killed_by=TEST_SERVER + "test_a_call[vllm]",
     ),
     _SERVER_API(

@@ -252,7 +252,7 @@ def _experts(rollout: Rollout, nodes: Sequence[CallNode], last: int) -> RoutedEx
     are those of the next one's forward.
     """
     experts_TLX: np.ndarray | None = None
-    limit = nodes[last].num_tokens
+    stop = nodes[last].num_tokens  # of what no later prompt replaced
     at: int | None = last
     while at is not None:
         node = nodes[at]
@@ -267,9 +267,9 @@ def _experts(rollout: Rollout, nodes: Sequence[CallNode], last: int) -> RoutedEx
                     f"its {node.num_tokens} tokens, with the layers and experts per token that its other calls have "
                     f"{experts_TLX.shape[1:]}, found shape {found.shape}; record all calls from one model"
                 )
-            part_TLX = found.experts_TLX[: max(limit - start, 0)]
+            part_TLX = found.experts_TLX[: max(stop - start, 0)]
             view_TLX = experts_TLX[start : start + len(part_TLX)]
             np.copyto(view_TLX, part_TLX, where=part_TLX != UNKNOWN)
-        limit = min(limit, node.num_kept_tokens)
+        stop = min(stop, node.num_kept_tokens)
         at = node.parent
     return None if experts_TLX is None else RoutedExperts.of(experts_TLX)

@@ -181,12 +181,8 @@ def _cut(renderer: ChatRenderer, call: Call, text: str, stops: Sequence[str]) ->
         text = renderer.text(call.output_ids[:middle])
         low, high = (low, middle) if any(stop in text for stop in stops) else (middle + 1, high)
     text = renderer.text(call.output_ids[:high])
-    experts, num_cut = call.routed_experts, len(call.output_ids) - high
-    cut = replace(
-        call,
-        output_ids=call.output_ids[:high],
-        logprobs=call.logprobs[:high],
-        finish_reason="stop",
-        routed_experts=None if experts is None else experts.part(0, max(experts.num_tokens - num_cut, 0)),
-    )
+    cut = replace(call, output_ids=call.output_ids[:high], logprobs=call.logprobs[:high], finish_reason="stop")
+    if (experts := call.routed_experts) is not None:
+        num_left = max(experts.num_tokens - (len(call.output_ids) - high), 0)
+        cut = replace(cut, routed_experts=experts.part(0, num_left))
     return cut, text[: min(text.index(stop) for stop in stops if stop in text)]
