@@ -50,7 +50,7 @@ class StepCase:
         return self.model.get("dtype", torch.float64) == torch.float64
 
     def precision(self) -> contextlib.AbstractContextManager[None]:
-        return true_float64() if self.is_float64 else contextlib.nullcontext()
+        return true_float64(self.model.get("family")) if self.is_float64 else contextlib.nullcontext()
 
     def oracle(self, dtype: torch.dtype | None = None) -> OracleStep:
         """The reference for the first window; ``dtype`` float64 gives the exact one of a float32 case."""
@@ -58,7 +58,8 @@ class StepCase:
         arguments |= {} if dtype is None else {"dtype": dtype}
         names = {"normaliser", "normaliser_constant", *(field.name for field in dataclasses.fields(TokenLoss))}
         settings = {name: value for name, value in self.trainer.items() if name in names}
-        with true_float64() if arguments["dtype"] == torch.float64 else contextlib.nullcontext():
+        is_float64 = arguments["dtype"] == torch.float64
+        with true_float64(arguments.get("family")) if is_float64 else contextlib.nullcontext():
             rows = self.rows if self.reference_rows is None else self.reference_rows
             return oracle_step(tiny_model(**arguments), rows, voters=self.voters, **settings)
 

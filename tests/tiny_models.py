@@ -42,6 +42,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tiny_hybrids import HYBRIDS, hybrid_model, keeps_float64
+
 VOCAB = 23
 NUM_EXPERTS, EXPERTS_PER_TOKEN = 4, 2  # of the families with experts
 WINDOW = 5  # tokens that a layer with a sliding window sees: gemma2, gemma3, gpt_oss; every other layer has one
@@ -67,7 +69,7 @@ def tiny_model(
     At 0.15, nearer to a model in use, that is 0.3e-6.
 
     Qwen3 and Llama have plain attention; Gemma 2 windows and capped scores, Gemma 3 windows with rotary angles of their
-    own, gpt-oss windows, sinks and experts (and no fused attention).
+    own, gpt-oss windows, sinks and experts (and no fused attention); those of ``HYBRIDS`` carry a state.
 
     ``experts`` is how transformers multiplies with experts: its default ``grouped_mm`` knows no float64.
     """
@@ -110,6 +112,8 @@ def tiny_model(
         shape |= {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
         shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
         model = GptOssForCausalLM(GptOssConfig(**shape))
+    elif family in HYBRIDS:
+        model = hybrid_model(family, shape | {"experts_implementation": experts})
     else:
         assert family == "llama"
         model = LlamaForCausalLM(LlamaConfig(**shape))
@@ -237,8 +241,8 @@ def _router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @contextlib.contextmanager
-def true_float64() -> Iterator[None]:
-    """Within the block, the tiny models keep the dtype of their inputs throughout."""
+def true_float64(family: str | None = None) -> Iterator[None]:
+    """Within the block, the tiny models keep the dtype of their inputs throughout; hybrids where ``family`` is one."""
     norms = (
         *(gpt_oss.GptOssRMSNorm, llama.LlamaRMSNorm, mixtral.MixtralRMSNorm, qwen3.Qwen3RMSNorm),
         qwen3_moe.Qwen3MoeRMSNorm,
@@ -258,7 +262,8 @@ def true_float64() -> Iterator[None]:
     for owner, name, function in replaced:
         setattr(owner, name, function)
     try:
-        yield
+        with keeps_float64() if family in HYBRIDS else contextlib.nullcontext():
+            yield
     finally:
         for (owner, name, _), original in zip(replaced, originals, strict=True):
             setattr(owner, name, original)

@@ -16,6 +16,7 @@ from evenstep.errors import ConfigError
 __all__ = [
     "balance_problem",
     "cached_conversion",
+    "capacity_problem",
     "find_gguf",
     "layout_problem",
     "max_context_tokens",
@@ -27,14 +28,19 @@ __all__ = [
 PACKAGED = "evenstep:"
 PYPI = "pypi:"
 
-# Model types whose layers carry a state from token to token: in one packed row a document would leak into the next.
+# Model types whose layers carry a state from token to token (of their text models, without the ending "_text"): in one
+# packed row a document would leak into the next.
 STATEFUL_MODEL_TYPES = frozenset(
     {
-        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba",
-        "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma",
-        "rwkv", "xlstm", "zamba", "zamba2",
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling", "inkling2",
+        "inkling2_loop", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax",
+        "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "recurrent_gemma", "rwkv",
+        "xlstm", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
+# Model types, and endings of configuration keys, of experts that take so many tokens and drop the others.
+CAPACITY_MODEL_TYPES = frozenset({"nllb-moe", "switch_transformers"})
+CAPACITY_KEYS = ("expert_capacity", "capacity_factor", "capacity_token_fraction")
 # Model types whose routers take the experts with the highest softmax, and drop no token where an expert is full.
 SOFTMAX_ROUTER_MODEL_TYPES = frozenset(
     {"flex_olmo", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
@@ -169,13 +175,34 @@ def layout_problem(settings: Mapping[str, Any], layout: str) -> str | None:
         return None
     text = settings.get("text_config")
     model_type = (text if isinstance(text, Mapping) and "model_type" in text else settings).get("model_type")
-    if model_type in STATEFUL_MODEL_TYPES:
+    if str(model_type).removesuffix("_text") in STATEFUL_MODEL_TYPES:
         return f"layers of model type {model_type!r} carry a state from one row into the next"
     parts = [part for part in (settings, text) if isinstance(part, Mapping)]
     types = {kind for part in parts for kind in part.get("layer_types") or ()}
     unknown = sorted(types - ATTENTION_LAYER_TYPES)
     if unknown:
         return f"layers of type {', '.join(unknown)} cannot be told where a row ends"
+    return None
+
+
+def capacity_problem(settings: Mapping[str, Any]) -> str | None:
+    """What limits the tokens that an expert takes, or None when nothing does.
+
+    Where experts drop what is beyond a limit, a token's output depends on the other rows of its micro-batch. A limit
+    that is null, 0 or below is none.
+
+    >>> capacity_problem({"model_type": "my_moe", "capacity_factor": 1.25})
+    'experts that are full drop tokens (capacity_factor = 1.25)'
+    >>> capacity_problem({"model_type": "mixtral"}) is None
+    True
+    """
+    text = settings.get("text_config")
+    for part in (settings, text if isinstance(text, Mapping) else {}):
+        for key, value in part.items():
+            if key.endswith(CAPACITY_KEYS) and isinstance(value, (int, float)) and value > 0:
+                return f"experts that are full drop tokens ({key} = {value!r})"
+        if part.get("model_type") in CAPACITY_MODEL_TYPES:
+            return f"experts of model type {part['model_type']!r} drop tokens when they are full"
     return None
 
 

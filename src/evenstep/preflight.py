@@ -14,7 +14,13 @@ from typing import Any
 from evenstep.config import Config, read_toml
 from evenstep.config_schema import known_keys
 from evenstep.errors import ConfigError
-from evenstep.model_files import balance_problem, layout_problem, max_context_tokens, model_settings
+from evenstep.model_files import (
+    balance_problem,
+    capacity_problem,
+    layout_problem,
+    max_context_tokens,
+    model_settings,
+)
 
 __all__ = [
     "check_command",
@@ -159,7 +165,8 @@ def check_model(config: Config) -> None:
     """Compare the model's own configuration with what is asked of it, from its files alone.
 
     Raises:
-        ConfigError: files are missing, the context is too long for the model, or it cannot do the layout.
+        ConfigError: files are missing, the context is too long for the model, its experts have a capacity, or it
+            cannot do the layout.
     """
     backbones = {"model.path": config.model.path}
     if config.critic.path is not None:
@@ -187,6 +194,13 @@ def check_model(config: Config) -> None:
             raise ConfigError(
                 f"train.routing_replay = {config.train.routing_replay!r} needs routers whose choice can be replayed, "
                 f"found that {problem} ({key}); leave it out"
+            )
+        problem = capacity_problem(settings)
+        if problem is not None:
+            raise ConfigError(
+                f"{key}: a token's experts must not depend on the other rows of its micro-batch, found that {problem} "
+                f"in {path!r}; set the limit to null in its config.json if the model can run without, or train "
+                f"another model"
             )
         problem = layout_problem(settings, config.plan.layout)
         if problem is not None:

@@ -16,6 +16,7 @@ import pytest
 
 import mutations_of_credit as credit
 import mutations_of_images as images
+import mutations_of_models as models
 import mutations_of_replay as replay
 import mutations_of_report as report
 import mutations_of_rollouts as rollouts
@@ -28,6 +29,7 @@ MUTATIONS = [
     *(*credit.CREDIT, *credit.LOSSES),
     *(*step.TRIES, *step.TOKENS, *step.ACROSS_RANKS, *step.STEP),
     *(*rollouts.WINDOWS, *rollouts.PLAN),
+    *models.MODELS,
     *report.REPORT,
     *serving.SERVING,
     *replay.REPLAY,

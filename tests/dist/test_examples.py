@@ -1,6 +1,7 @@
 """Locks: the examples for own loops and own plans run as their docstrings say, and the loop prints the same losses,
 norms and probabilities in one process and on two sharded ranks; the demo trains in layout tree with fewer tokens computed
-than its rows have, and the loss and gradient of layout padded."""
+than its rows have, and the loss and gradient of layout padded. Long: tiny models that a script makes, gpt-oss and a hybrid, take
+optimizer steps on rollouts of the agent loop on two ranks, exact in the first window, and learn."""
 
 from __future__ import annotations
 
@@ -104,6 +105,27 @@ def test_digits(tmp_path: Path) -> None:
     exported = list(folder.rglob("preprocessor_config.json"))
     assert len(exported) == 1
     assert (exported[0].parent / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize(
+    ("model_type", "layout", "settings"),
+    [("gpt_oss", "tree", {}), ("lfm2", "padded", {"plan.layout": "auto", "train.moe_balance_coef": 0})],
+)
+def test_tiny_models(model_type: str, layout: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    output(str(EXAMPLES.parent / "scripts" / "make_tiny_model.py"), model_type, str(model))
+    settings = {"run.dir": tmp_path / "run", "model.path": model} | settings
+    given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    output("-m", "evenstep", "train", str(EXAMPLES / "gpt_oss.toml"), "--ranks", "2", *given)
+    found = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["stepped"] for line in found] == [True] * 8
+    assert {line["layout"] for line in found} == {layout}
+    assert max(line["engine_trainer_kl"] for line in found) < 1e-8
+    assert found[0]["ratio_max_deviation"] == 0.0
+    assert all((line["moe_balance"] is not None) == (model_type == "gpt_oss") for line in found)
+    assert found[-1]["reward_mean"] > found[0]["reward_mean"] + 0.1
 
 
 def test_own_plan() -> None:

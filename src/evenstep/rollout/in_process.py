@@ -25,6 +25,9 @@ from evenstep.train.vision import Images, images_placed, make_images, spec_of
 
 __all__ = ["InProcessEngine", "cache_argument"]
 
+# Model types that would not look at the cache they are given, or not take it.
+OWN_CACHE_MODEL_TYPES = frozenset({"minimax", "recurrent_gemma", "rwkv", "xlstm"})
+
 
 class InProcessEngine:
     """Samples from a causal LM whose weights this process also trains.
@@ -46,7 +49,7 @@ class InProcessEngine:
             in ``routed_experts``. Of the last output token it is unknown: nothing was predicted from it.
 
     Raises:
-        EngineError: no eos id, or ``max_context_tokens`` below 2.
+        EngineError: no eos id, ``max_context_tokens`` below 2, or a model type with a cache of its own.
     """
 
     def __init__(
@@ -66,6 +69,11 @@ class InProcessEngine:
         if max_context_tokens < 2:
             raise EngineError(
                 f"max_context_tokens must be at least 2 (a prompt and an output), found {max_context_tokens}"
+            )
+        if model.config.model_type in OWN_CACHE_MODEL_TYPES:
+            raise EngineError(
+                f"an engine in this process hands the model a cache of keys, values and states, and models of type "
+                f"{model.config.model_type!r} keep one of their own; generate on servers, or train another model"
             )
         self._model = model
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -179,11 +187,14 @@ class InProcessEngine:
             positions_BT = _positions_among_images(requests, positions_BT, self._vision.merge_size)
             next_B1 = positions_BT.amax(dim=(0, 2))[:, None] + 1
         cache = DynamicCache(config=self._model.config)
+        has_states_alone = bool(cache.layers) and all(cache.is_linear)
         for step in range(max(max_new_tokens)):
             if self._is_closed:
                 raise EngineError("the engine was closed while it generated; what is finished is on disk")
+            # layers with a state look at the mask of the tokens they are given, and a sampled one is no padding
+            mask = None if step and has_states_alone else mask_BT
             with recorded_routing(self._routers) as routing, images_placed(self._model, images if step == 0 else None):
-                logits_BV = self._forward(ids_BT, mask_BT, positions_BT, cache)
+                logits_BV = self._forward(ids_BT, mask, positions_BT, cache)
             if self._routers:
                 chosen_BTLX = _experts_of(routing, len(rows))
                 for i, row in enumerate(rows):
@@ -206,7 +217,8 @@ class InProcessEngine:
             ids_BT = tokens_B[:, None]
             if 2 * len(live) <= len(rows):  # finished rows are carried until half are: selecting copies the cache
                 index = torch.tensor(live, device=device)
-                cache.batch_select_indices(index)
+                # what selects in every kind of layer, also in those with a state
+                cache.reorder_cache(index)  # type: ignore[arg-type]
                 ids_BT, mask_BT = ids_BT[index], mask_BT[index]
                 positions_BT, next_B1 = positions_BT[index], next_B1[index]
                 rows = [rows[i] for i in live]
@@ -223,7 +235,7 @@ class InProcessEngine:
         ]
 
     def _forward(
-        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, positions_BT: torch.Tensor, cache: DynamicCache
+        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor | None, positions_BT: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
         arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
         output = self._model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, **arguments)

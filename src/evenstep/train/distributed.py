@@ -64,6 +64,8 @@ def shard(model: nn.Module) -> nn.Module:
         )
     names = set(model._no_split_modules or ())  # type: ignore[union-attr,arg-type]
     layers = [module for module in model.modules() if type(module).__name__ in names]
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    layers = [layer for layer in layers if layer not in inner]  # some models name a block and its mixer
     if not layers:
         raise StateError(
             f"shard() wraps the decoder layers that {type(model).__name__} names in _no_split_modules, and found none; "

@@ -27,6 +27,8 @@ __all__ = ["adapters_off", "add_lora", "is_lora", "merged_weights"]
 
 ALL_LINEAR = "all-linear"  # every linear layer but the output head
 WRAPPED = "base_model.model."  # peft's prefix of the base model's parameter names
+# Linear layers of state-space mixers whose weights are handed to a scan: an adapter beside them would be left out.
+SCANNED = ("x_proj", "dt_proj", "out_proj")
 
 
 def add_lora(
@@ -50,8 +52,9 @@ def add_lora(
         alpha: the adapters' output is scaled by ``alpha / rank``.
         seed: of A; the global random state is left alone.
         dropout: must be 0: no pass has dropout, so that all of them see one policy.
-        target_modules: ``"all-linear"`` (all but the output head), or names of linear layers: whole ones or their last
-            parts, such as ``["q_proj", "v_proj"]``. The output head can be named unless it is tied to the embedding.
+        target_modules: ``"all-linear"`` (all but the output head, and the layers of state-space mixers whose weights
+            go into a scan), or names of linear layers: whole ones or their last parts, such as ``["q_proj",
+            "v_proj"]``. The output head can be named unless it is tied to the embedding.
 
     Raises:
         ConfigError: peft is not installed, a number is out of range, or a name matches nothing that can be adapted.
@@ -80,13 +83,14 @@ def add_lora(
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+        target_modules=_targets(model, target_modules),
         task_type="CAUSAL_LM",
     )
     # peft makes its layers on the CPU and moves them, so one generator decides whatever the device
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sets it right by itself
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")  # its own, for experts
         torch.default_generator.manual_seed(seed)
         return peft.get_peft_model(model, config)
 
@@ -131,23 +135,37 @@ def merged_weights(model: PeftModel, weights: Mapping[str, Tensor]) -> dict[str,
     from peft.tuners.lora import LoraLayer
 
     merged = dict(weights)
+    names = {module: name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
+        base = module.get_base_layer()
+        parameter = f"{names[base]}.{getattr(module, 'parameter_name', 'weight')}"
         for adapter in module.active_adapters:
             A = merged.pop(f"{name}.lora_A.{adapter}.weight")
             B = merged.pop(f"{name}.lora_B.{adapter}.weight")
-            change = module.scaling[adapter] * (B @ A)
-            weight = merged[f"{name}.base_layer.weight"]
-            change = change.T if isinstance(module.get_base_layer(), Conv1D) else change  # which keeps [in, out]
-            merged[f"{name}.base_layer.weight"] = (weight.to(change.dtype) + change).to(weight.dtype)
+            weight = merged[parameter]
+            change = module.scaling[adapter] * (B @ A if weight.ndim == 2 else _of_experts(A, B, base, len(weight)))
+            change = change.T if isinstance(base, Conv1D) else change  # which keeps [in, out]
+            merged[parameter] = (weight.to(change.dtype) + change).to(weight.dtype)
     left = [name for name in merged if ".lora_" in name or ".modules_to_save." in name]
     if left:
         raise ConfigError(
             f"only adapters as add_lora makes them can be merged, found {left[0]} ({len(left)} such parameters); use "
             f"export_adapter, or peft's own merge_and_unload"
         )
-    return {name.removeprefix(WRAPPED).replace(".base_layer.", "."): weight for name, weight in merged.items()}
+    return {name.removeprefix(WRAPPED).replace(".base_layer", ""): weight for name, weight in merged.items()}
+
+
+def _of_experts(A: Tensor, B: Tensor, base: nn.Module, num_experts: int) -> Tensor:
+    """[E, out, in], or [E, in, out] where the experts keep it so: the product of each expert's own factors.
+
+    peft stacks the factors of E experts as A [E · rank, in] and B [out, rank · E].
+    """
+    A_ERI = A.reshape(num_experts, -1, A.shape[-1])
+    B_ORE = B.reshape(B.shape[0], -1, num_experts)
+    is_transposed = bool(getattr(base, "is_transposed", False))
+    return torch.einsum("ore,eri->eio" if is_transposed else "ore,eri->eoi", B_ORE, A_ERI)
 
 
 def _peft() -> Any:
@@ -156,6 +174,32 @@ def _peft() -> Any:
     except ImportError as error:
         raise ConfigError(f"LoRA needs the extra 'lora' ({error}); run: pip install 'evenstep[lora]'") from error
     return peft
+
+
+def _targets(model: PreTrainedModel, target_modules: str | Sequence[str]) -> str | list[str]:
+    """What peft is given; names where all linear layers are more than can be adapted."""
+    if not isinstance(target_modules, str):
+        return list(target_modules)
+    scanned = _scanned(model)
+    if not scanned:
+        return target_modules
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and name not in scanned
+    ]
+
+
+def _scanned(model: nn.Module) -> frozenset[str]:
+    """Names of the linear layers of state-space mixers whose weights are read without calling the layer."""
+    return frozenset(
+        f"{name}.{child}"
+        for name, module in model.named_modules()
+        if {"A_log", "D"} <= {own for own, _ in module.named_parameters(recurse=False)}
+        for child in SCANNED
+        if isinstance(getattr(module, child, None), nn.Linear)
+    )
 
 
 def _check_targets(model: PreTrainedModel, target_modules: str | Sequence[str]) -> None:
@@ -176,6 +220,12 @@ def _check_targets(model: PreTrainedModel, target_modules: str | Sequence[str]) 
         found = [module for name, module in modules.items() if name == target or name.endswith(f".{target}")]
         if not found:
             raise ConfigError(f"target_modules: found no layer {target!r} in {type(model).__name__}; {hint}")
+        scanned = [name for name in sorted(_scanned(model)) if name == target or name.endswith(f".{target}")]
+        if scanned:
+            raise ConfigError(
+                f"target_modules: {target!r} names {scanned[0]}, a layer of a state-space mixer that hands its weight "
+                f"to a scan, where an adapter beside it would have no effect; leave it out, or use {ALL_LINEAR!r}"
+            )
         wrong = [type(module).__name__ for module in found if not isinstance(module, (nn.Linear, Conv1D))]
         if wrong:
             raise ConfigError(f"target_modules must be linear layers, found that {target!r} is a {wrong[0]}; {hint}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evenstep.errors import ConfigError, EvenstepError, NumericsError, PlanError, RowError, StateError
-from evenstep.model_files import layout_problem, rotary_limit
+from evenstep.model_files import capacity_problem, layout_problem, rotary_limit
 from evenstep.plan import StepPlan
 from evenstep.plan.choose import CHOICES
 from evenstep.plan.footprint import Layout
@@ -160,6 +160,13 @@ class Scorer:
             raise ConfigError(
                 "give the model itself, not a DistributedDataParallel wrapper: gradients of replicated parameters are "
                 "summed over ranks once per window, and the wrapper would average them as well; pass model.module"
+            )
+        problem = capacity_problem(model.config.to_dict())
+        if problem is not None:
+            raise PlanError(
+                f"a token's experts must not depend on the other rows of its micro-batch, found that {problem} in this "
+                f"{type(model).__name__}; set the limit to None in its configuration if the model can run without, or "
+                f"train another model"
             )
         default: dict[str, Any] = {"loss": next(iter(VALUE_LOSSES))} if is_critic(model) else {}
         self.options = StepOptions(**(default | options))

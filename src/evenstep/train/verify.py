@@ -151,10 +151,11 @@ def _problem(
     numbers = {name: float(values.abs().nan_to_num(0.0).max()) for name, values in worst.items()}
     if is_sharded:  # ranks decide alike, also where rounding is not
         numbers = distributed.reduce_sums({}, numbers)[1]
-    if numbers["alone"] > NATS * slack:
-        return f"they differ by {numbers['alone']:.3g} nats"
+    problems = [f"by {numbers['alone']:.3g} nats"] if numbers["alone"] > NATS * slack else []
     if numbers["moved"] > NATS * slack:
-        return f"they differ by {numbers['moved']:.3g} nats when other rows' tokens change"
+        problems.append(f"by {numbers['moved']:.3g} nats when other rows' tokens change")
+    if problems:
+        return f"they differ {', and '.join(problems)}"
     least = LEAST * sum(norm**2 for norm in norms.values()) ** 0.5
     for name, norm in norms.items():
         if differences[name] > RELATIVE * slack * max(norm, least):
