@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import gc
 import json
 import math
 import os
@@ -87,6 +88,7 @@ export = false
 num_tasks = 0
 """
 SAMPLE_EVERY_S = 1.0
+NOTE_EVERY_S = 3.0
 FOLDER_OF_MEMORY = "EVENSTEP_SOAK_MEMORY"
 WARM_UP = 1 / 3  # of the last stretch: caches fill, the allocator settles
 ENOUGH_S = 300.0  # a slope over less says nothing
@@ -130,9 +132,10 @@ def bytes_in_use() -> int:
 
 
 def note_memory(last: list[float] = [0.0]) -> None:  # noqa: B006 the process's own
-    """Add a line (time, bytes in use) to this process's file, once a second."""
-    if FOLDER_OF_MEMORY in os.environ and time.time() >= last[0] + SAMPLE_EVERY_S:
+    """Add a line (time, bytes in use) to this process's file now and then; cycles that wait for Python are no use."""
+    if FOLDER_OF_MEMORY in os.environ and time.time() >= last[0] + NOTE_EVERY_S:
         last[0] = time.time()
+        gc.collect()
         with Path(os.environ[FOLDER_OF_MEMORY], str(os.getpid())).open("a") as notes:
             notes.write(f"{last[0]} {bytes_in_use()}\n")
 
