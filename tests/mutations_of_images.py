@@ -44,9 +44,17 @@ IMAGES: list[Mutation] = [
     _WINDOW(
         name="patches for nothing",
         why="Patches take no room, so that a micro-batch of images exceeds the budget.",
-        old="[row.num_tokens + row.num_patches for row in rows]",
-        new="[row.num_tokens for row in rows]",
+        old="return (widths_R + patches_R).tolist()",
+        new="return widths_R.tolist()",
         killed_by=TEST_IMAGES + "test_patches_take_room[packed]",
+        is_long=True,
+    ),
+    _WINDOW(
+        name="a rectangle of each row's own patches",
+        why="A long text beside rows of many patches computes more than the longest sum of both, times the rows.",
+        old="widths_R + patches_R.max()",
+        new="widths_R + patches_R",
+        killed_by=TEST_IMAGES + "test_what_is_computed_keeps_to_the_budget[padded-1-400]",
         is_long=True,
     ),
     _COLLATE(

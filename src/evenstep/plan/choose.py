@@ -32,7 +32,7 @@ class LayoutChoice:
 
 
 def plan_cheapest(
-    lengths: Lengths,
+    lengths: Lengths | Mapping[str, Lengths],
     *,
     layouts: Sequence[Layout] = CHOICES,
     prefixes: SharedPrefixes | None = None,
@@ -47,7 +47,7 @@ def plan_cheapest(
     alike.
 
     Args:
-        lengths: [R] tokens of each row.
+        lengths: [R] tokens of each row; or layout -> [R], where rows take more room in one than in another.
         layouts: those that may be chosen, of ``padded``, ``packed`` and ``tree``.
         prefixes: what the rows share; needed by ``tree``.
         launch_tokens: layout -> tokens whose linear work takes as long as launching attention once in every layer; 0,
@@ -77,7 +77,8 @@ def plan_cheapest(
         if layout not in layouts or (layout == "tree" and not is_shared and len(layouts) > 1):
             continue
         shared = prefixes if layout == "tree" else None
-        plan = plan_step(lengths, windows=None, layout=layout, prefixes=shared, **options)
+        taken = lengths[layout] if isinstance(lengths, Mapping) else lengths
+        plan = plan_step(taken, windows=None, layout=layout, prefixes=shared, **options)
         pieces = (2 if layout == "tree" else 1) * plan.stats.num_rows / plan.num_ranks
         launches = plan.cost.c1 * (launch_tokens or {}).get(layout, 0.0) * pieces
         plans[layout], costs[layout] = plan, plan.stats.step_cost + launches

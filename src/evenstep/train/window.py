@@ -15,6 +15,8 @@ from evenstep.errors import PlanError, RowError
 from evenstep.experts import UNKNOWN
 from evenstep.media import VisionSpec
 from evenstep.plan import StepPlan, plan_cheapest, plan_step, shared_prefixes
+from evenstep.plan.choose import CHOICES
+from evenstep.plan.footprint import Layout, Room
 from evenstep.train.auto_layout import AutoLayout
 from evenstep.train.options import StepOptions
 from evenstep.train.routing import RouterShape, check_experts
@@ -67,8 +69,8 @@ def prepare_window(
 ) -> PreparedWindow:
     """Count, weigh and plan a window; a pure function of its arguments.
 
-    A row's length is that of its tokens and, with images, of the patches beside them: both take room and time. In a
-    rectangle, where all rows are as wide as the longest, that is more than what is computed.
+    A row's length is that of its tokens and, with images, of the patches beside them: both take room and time. So that
+    the budget holds for what is computed, see ``_lengths``.
 
     Layout "auto" is decided with ``auto`` under the budget of the options, so that all passes over a window decide
     alike; ``max_tokens_per_gpu`` is the budget of this pass, None: that of the options.
@@ -101,7 +103,7 @@ def prepare_window(
         constant=options.normaliser_constant,
         allow_row_splits=options.allow_row_splits,
     )
-    lengths, layout, reason = [row.num_tokens + row.num_patches for row in rows], options.layout, None
+    layout, reason = options.layout, None
     settings: dict[str, Any] = {
         "num_ranks": num_ranks,
         "row_ids": [row.row_id for row in rows],
@@ -122,7 +124,7 @@ def prepare_window(
         assert auto is not None
         settings["cost"] = auto.cost
         choice = plan_cheapest(
-            lengths,
+            {each: _lengths(rows, each, options, options.max_tokens_per_gpu) for each in CHOICES},
             layouts=tuple(each for each in auto.layouts if each != "tree" or not has_images),
             prefixes=prefixes,
             launch_tokens=auto.launch_tokens,
@@ -133,6 +135,7 @@ def prepare_window(
         plan = choice.plan if budget == options.max_tokens_per_gpu else None
     if plan is None:
         prefixes = prefixes if layout == "tree" else None
+        lengths = _lengths(rows, layout, options, budget)
         plan = plan_step(lengths, windows=None, layout=layout, prefixes=prefixes, max_tokens_per_gpu=budget, **settings)
     if rotary_limit is not None:
         _require_own_angles(plan, rows, *rotary_limit)
@@ -185,6 +188,27 @@ def prefix_keys(rows: Sequence[Row]) -> list[Int64Array]:
     tokens_N = tokens_N.view(f"V{tokens_N.shape[1]}")[:, 0]
     keys_N = np.unique(tokens_N, return_inverse=True)[1].astype(np.int64)
     return np.split(keys_N, np.cumsum([row.num_tokens for row in rows])[:-1])
+
+
+def _lengths(rows: Sequence[Row], layout: Layout, options: StepOptions, budget: int | None) -> list[int]:
+    """[R] What the plan takes for each row's length, so that no micro-batch computes more than the plan says.
+
+    Without images, its tokens. Widths are rounded up by tokens alone, patches stand beside them. A rectangle is as wide
+    as its longest row while another row may have the most patches, so every row brings the window's most patches;
+    where that would call a row overlong that is not, it takes the whole budget for itself.
+    """
+    if not any(row.media for row in rows):
+        return [row.num_tokens for row in rows]
+    room = Room(layout=layout, budget=budget, multiple=options.pad_to_multiple, bucket=options.bucket)
+    tokens_R = np.array([row.num_tokens for row in rows], dtype=np.int64)
+    patches_R = np.array([row.num_patches for row in rows], dtype=np.int64)
+    widths_R = room.widths(tokens_R)
+    if layout == "packed":
+        return (widths_R + patches_R).tolist()
+    lengths_R = widths_R + patches_R.max()
+    if layout == "padded" and room.capacity is not None:
+        lengths_R = np.minimum(lengths_R, np.maximum(widths_R + patches_R, room.capacity))
+    return lengths_R.tolist()
 
 
 def _check_images(rows: Sequence[Row], vision: VisionSpec | None, layout: str) -> bool:

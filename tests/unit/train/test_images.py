@@ -157,6 +157,33 @@ def test_dropout_in_a_part_of_the_model_is_refused() -> None:
         trainer(model, activation_checkpointing=True)
 
 
+@pytest.mark.parametrize(
+    "layout, multiple, budget",
+    [("padded", 1, 400), ("padded", 16, 160), ("packed", 1, 400), ("packed", 16, 160), ("auto", 16, 160)],
+)
+def test_what_is_computed_keeps_to_the_budget(layout: str, multiple: int, budget: int) -> None:
+    # a long text beside rows that are short in tokens and have many patches
+    rows = [tiny.row_of(f"i{i}", 1, tiny.picture(i, height=12, width=20), 2) for i in range(4)]
+    rows.append(tiny.row_of("t", *[3, 4, 5, 6, 7] * 15))
+    one = trainer(layout=layout, max_tokens_per_gpu=budget, pad_to_multiple=multiple)
+    window = one.prepare(rows)
+    assert not window.plan.overlong
+    for cell in window.plan.cells[0]:
+        found = collate_module.collate(
+            [window.rows[i] for i in cell],
+            [0.0] * len(cell),
+            layout=window.plan.layout,
+            multiple=multiple,
+            num_shape_rows=1,
+            dtype=torch.float64,
+            device=torch.device("cpu"),
+            width=window.plan.padded_width,
+            vision=window.vision,
+        )
+        assert found.images is not None
+        assert found.input_ids_BT.numel() + len(found.images.pixels_QD) <= budget, cell
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_images_in_the_wrong_place_are_found(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(media: Any, *args: Any, **settings: Any) -> Any:
