@@ -7,7 +7,9 @@ A vision model turns an image into patches, runs its tower over them, and puts o
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +52,9 @@ class Media:
     digest: str = ""
 
     def __post_init__(self) -> None:
-        grid = tuple(int(size) for size in self.grid)
+        grid = tuple(_whole("grid", size) for size in self.grid)
+        for name in ("start", "num_tokens"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
         if self.start < 0 or self.num_tokens < 1 or len(grid) != 3 or min(grid) < 1:
             raise RowError(
                 f"an image stands at token 0 or later, takes at least 1 token and has patches in time, height and "
@@ -88,12 +92,24 @@ class Media:
         return self.start + self.num_tokens
 
     def moved(self, start: int) -> Media:
-        """The same image at another place."""
-        return Media(start=start, num_tokens=self.num_tokens, grid=self.grid, pixels=self.pixels, digest=self.digest)
+        """The same image at another place; its pixels are not looked at again."""
+        if start < 0:
+            raise RowError(f"an image stands at token 0 or later, found start {start}")
+        moved = copy.copy(self)
+        object.__setattr__(moved, "start", _whole("start", start))
+        return moved
 
     @property
     def num_patches(self) -> int:
         return self.grid[0] * self.grid[1] * self.grid[2]
+
+
+def _whole(name: str, value: Any) -> int:
+    """A whole number as Python's own: others would be written, hashed and compared in another way."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise RowError(f"an image's {name} is a whole number, found {value!r}; convert it first") from None
 
 
 def pixels_digest(grid: tuple[int, ...], pixels: Float32Array) -> str:

@@ -99,6 +99,25 @@ def test_images_of_another_model_are_refused(media: list[Media], ids: list[int] 
         tiny.spec().check(found.media, found.token_ids, found.loss_mask, "row 'r'")
 
 
+def test_numbers_of_an_image_are_whole_and_python_s_own() -> None:
+    of_numpy = Media(start=np.int64(1), num_tokens=np.int32(2), grid=np.array([1, 2, 4]), pixels=WIDE.pixels)  # type: ignore[arg-type]
+    assert repr((of_numpy.start, of_numpy.num_tokens, of_numpy.grid)) == "(1, 2, (1, 2, 4))"
+    assert of_numpy == at(WIDE, 1)
+    for wrong in ({"start": 1.0}, {"num_tokens": "2"}, {"grid": (1, 2.5, 4)}):
+        values: dict[str, Any] = {"start": 1, "num_tokens": 2, "grid": (1, 2, 4), "pixels": WIDE.pixels} | wrong
+        with pytest.raises(RowError, match=f"{next(iter(wrong))} is a whole number"):
+            Media(**values)
+
+
+def test_a_moved_image_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = at(WIDE, 1)
+    monkeypatch.setattr("evenstep.media.pixels_digest", lambda *_: pytest.fail("hashed again"))
+    moved = image.moved(5)
+    assert (moved.start, image.start) == (5, 1)
+    assert moved.pixels is image.pixels
+    assert (moved.digest, moved.grid, moved.stop) == (image.digest, image.grid, 7)
+
+
 def test_a_sampled_placeholder_needs_no_image() -> None:
     found = row([], ids=[1, IMAGE, 2], mask=[0, 1, 1])
     tiny.spec().check(found.media, found.token_ids, found.loss_mask, "row 'r'")
