@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from evenstep.errors import FileFormatError, RowError, SegmentationError
 from evenstep.files import RolloutWriter, read_rollouts, write_rollouts
 from evenstep.imports.own import own_reader
 from evenstep.media import Media, VisionSpec, rope_positions
+from evenstep.media_files import write_pixels
 from evenstep.rollout.segments import rows_of, segmentation_of
 
 IMAGE, START, END = tiny.IMAGE, tiny.START, tiny.END
@@ -254,22 +256,50 @@ def test_files_hold_each_image_once(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("damage", ["missing", "changed", "pickle", "cut"])
+@pytest.mark.parametrize("damage", ["missing", "changed", "pickle", "cut", "zip", "huge", "unclosed"])
 def test_damaged_pixels_are_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "rollouts.jsonl"
     write_rollouts(path, [rollout(call(0, FIRST, [7], at(WIDE, 2)))])
     pixels = tmp_path / "media" / f"{WIDE.digest}.npy"
     messages = {"missing": "cannot be read", "changed": "not what it was", "pickle": "without objects", "cut": "array"}
+    messages |= {"zip": "zip file", "huge": "bytes of numbers were promised", "unclosed": "copy it again"}
     if damage == "missing":
         pixels.unlink()
     elif damage == "changed":
         np.save(pixels, np.zeros((8, 24), dtype=np.float32))
     elif damage == "pickle":
         np.save(pixels, np.array([{}], dtype=object), allow_pickle=True)
+    elif damage == "zip":
+        pixels.write_bytes(b"PK\x03\x04 and no more")
+    elif damage == "huge":  # no memory is asked for
+        pixels.write_bytes(pixels.read_bytes().replace(b"(8, 24)", b"(8000000000000, 24)"))
+    elif damage == "unclosed":
+        pixels.write_bytes(pixels.read_bytes().replace(b"'shape'", b"'shap(("))
     else:
         pixels.write_bytes(pixels.read_bytes()[:-5])
     with pytest.raises(FileFormatError, match=messages[damage]):
         list(read_rollouts(path))
+
+
+def test_pixels_that_were_cut_off_are_written_again(tmp_path: Path) -> None:
+    one = rollout(call(0, FIRST, [7], at(WIDE, 2)))
+    pixels = tmp_path / "media" / f"{WIDE.digest}.npy"
+    for left in (0, 100, -5):
+        write_rollouts(tmp_path / "a.jsonl", [one])
+        pixels.write_bytes(pixels.read_bytes()[:left])
+        write_rollouts(tmp_path / "b.jsonl", [one])
+        assert list(read_rollouts(tmp_path / "b.jsonl")) == [one]
+    before = pixels.stat()
+    write_rollouts(tmp_path / "c.jsonl", [one])
+    assert pixels.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_threads_write_the_same_images_at_once(tmp_path: Path) -> None:
+    images = [tiny.picture(seed) for seed in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        for written in [pool.submit(write_pixels, tmp_path, images) for _ in range(8)]:
+            written.result()
+    assert sorted(each.name for each in (tmp_path / "media").iterdir()) == sorted(f"{i.digest}.npy" for i in images)
 
 
 def test_a_file_name_is_a_digest(tmp_path: Path) -> None:
