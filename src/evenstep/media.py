@@ -166,6 +166,7 @@ class VisionSpec:
     temporal_patch_size: int  # frames of a patch; an image stands in all of them
     merge_size: int  # patches of the side of a block that becomes one token
     num_channels: int
+    video_token_id: int | None = None  # the placeholder of videos, which are not known here
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)  # of each channel, of values between 0 and 1
     std: tuple[float, ...] = (1.0, 1.0, 1.0)
 
@@ -245,6 +246,16 @@ class VisionSpec:
                 f"{who}: token {lost[0]} is an image placeholder ({self.image_token_id}) without an image, one of "
                 f"{lost.size}; give the row its images, or where they were compacted away leave out their tokens"
             )
+        if self.video_token_id is None:
+            return
+        # behind a start token: one alone was sampled
+        is_video = (token_ids[1:] == self.video_token_id) & (token_ids[:-1] == self.start_token_id)
+        videos = np.flatnonzero(is_video & ~is_trained_T[1:]) + 1
+        if videos.size:
+            raise RowError(
+                f"{who}: token {videos[0]} begins a video ({self.video_token_id}), and videos are not known here: "
+                f"without its frames the row would be another one; leave out rollouts with videos"
+            )
 
 
 def vision_spec(settings: Mapping[str, Any], processor: Mapping[str, Any] | None = None) -> VisionSpec | None:
@@ -274,6 +285,7 @@ def vision_spec(settings: Mapping[str, Any], processor: Mapping[str, Any] | None
             image_token_id=int(settings["image_token_id"]),
             start_token_id=int(settings["vision_start_token_id"]),
             end_token_id=int(settings["vision_end_token_id"]),
+            video_token_id=None if settings.get("video_token_id") is None else int(settings["video_token_id"]),
             patch_size=int(vision["patch_size"]),
             temporal_patch_size=int(vision["temporal_patch_size"]),
             merge_size=int(vision["spatial_merge_size"]),

@@ -32,7 +32,7 @@ from evenstep.train.routing import refuse_experts, replayed_routers, replayed_ro
 from evenstep.train.totals import Totals
 from evenstep.train.verify import num_embeddings, verify_layout
 from evenstep.train.vision import spec_of
-from evenstep.train.window import PreparedWindow, prepare_window
+from evenstep.train.window import PreparedWindow, check_images, prepare_window
 from evenstep.types import Row
 
 _log = logging.getLogger(__name__)
@@ -288,6 +288,14 @@ class Scorer:
                 f"a window was planned in layout {window.plan.layout!r}, which this {type(self).__name__}'s model does "
                 f"not do exactly; it does {', '.join(self.backends)}: prepare the window with this one"
             )
+        if window.vision not in (None, self._vision):
+            raise ConfigError(
+                f"a window with images must be prepared for the model that runs it, found one of another model than "
+                f"{type(self.model).__name__}, which sees {'no' if self._vision is None else 'other'} images: prepare "
+                f"the window with this one"
+            )
+        if self._vision is not None and window.vision is None:  # prepared for a model that knows no placeholders
+            check_images(list(window.rows.values()), self._vision, window.plan.layout)
         return window
 
     def _run_without_gradient(self, window: PreparedWindow, visit: Callable[[Cell, Any], None]) -> None:

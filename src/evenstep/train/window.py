@@ -22,7 +22,7 @@ from evenstep.train.options import StepOptions
 from evenstep.train.routing import RouterShape, check_experts
 from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Int64Array, Row
 
-__all__ = ["PreparedWindow", "prefix_keys", "prepare_window"]
+__all__ = ["PreparedWindow", "check_images", "prefix_keys", "prepare_window"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def prepare_window(
         check_experts(rows, router_shape, is_required=options.routing_replay == "required")
     fields = tuple(name for name in PER_TOKEN_FIELDS if _all_or_none(rows, name))
     _require_vocabulary(rows, vocab_size)
-    has_images = _check_images(rows, vision, options.layout)
+    has_images = check_images(rows, vision, options.layout)
     counts = count_window(rows, voters)
     weights_R = row_weights(
         rows,
@@ -211,7 +211,7 @@ def _lengths(rows: Sequence[Row], layout: Layout, options: StepOptions, budget: 
     return lengths_R.tolist()
 
 
-def _check_images(rows: Sequence[Row], vision: VisionSpec | None, layout: str) -> bool:
+def check_images(rows: Sequence[Row], vision: VisionSpec | None, layout: str) -> bool:
     """Whether any row has images; all of them, and the placeholders, must be the model's."""
     with_images = [row for row in rows if row.media]
     if with_images and vision is None:

@@ -20,6 +20,7 @@ import torch
 
 import evenstep.train
 import tiny_vision as tiny
+from critic_cases import tiny_critic
 from evenstep import Row
 from evenstep.errors import ConfigError, PlanError, RowError
 from evenstep.train import collate as collate_module
@@ -115,6 +116,27 @@ def test_placeholders_without_images_are_refused(packed: evenstep.train.Trainer)
     rows = [replace(row, media=()) for row in tiny.mixed_rows()]
     with pytest.raises(RowError, match="row 'one': token 2 is an image placeholder"):
         packed.prepare(rows)
+
+
+def test_videos_are_refused(packed: evenstep.train.Trainer) -> None:
+    video = 19
+    ids = [1, tiny.START, video, video, tiny.END, 3, 4]
+    row = replace(tiny.mixed_rows()[2], token_ids=ids, loss_mask=[0] * 5 + [1, 1], old_logprobs=[-2.0] * 7)
+    with pytest.raises(RowError, match=r"row 'text': token 2 begins a video \(19\)"):
+        packed.prepare([row])
+    packed.prepare([replace(row, token_ids=[1, video, 3, 3, video, 3, 4])])  # sampled, in a fork's context
+
+
+def test_a_window_of_another_model_is_refused(packed: evenstep.train.Trainer) -> None:
+    critic = tiny_critic("qwen3")
+    for blind in (tiny_model("qwen3"), critic):
+        scorer = evenstep.train.Scorer(blind, layout="packed", max_tokens_per_gpu=200)
+        with pytest.raises(ConfigError, match="which sees no images"):
+            scorer.score(packed.prepare(tiny.mixed_rows()))
+    scorer = evenstep.train.Scorer(tiny_model("qwen3"), layout="packed", max_tokens_per_gpu=200)
+    lost = scorer.prepare([replace(row, media=()) for row in tiny.mixed_rows()])
+    with pytest.raises(RowError, match="row 'one': token 2 is an image placeholder"):
+        packed.score(lost)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
