@@ -7,7 +7,7 @@ terms, ranks are summed once, nothing is divided afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evenstep.errors import ConfigError, EvenstepError, NumericsError, PlanError, RowError, StateError
+from evenstep.media import VisionSpec
 from evenstep.model_files import capacity_problem, layout_problem, rotary_limit
 from evenstep.plan import StepPlan
 from evenstep.plan.choose import CHOICES
@@ -366,6 +367,7 @@ class Trainer(Scorer):
         self.parameters = list(self.trained.values())
         _refuse_other_parameters(model, self.optimizer)
         _require_master_dtype(model)
+        _refuse_tower_alone(self.trained, spec_of(model))
 
     def forward_backward(
         self, rows: Sequence[Row] | PreparedWindow, voters: Mapping[Hashable, Hashable] | None = None
@@ -492,6 +494,15 @@ def _refuse_training_mode(model: PreTrainedModel) -> None:
         raise ConfigError(
             f"activation_checkpointing needs a model without dropout, router noise or batch norm, found "
             f"{settings or modules}; set it to 0 in the model's configuration before loading it"
+        )
+
+
+def _refuse_tower_alone(trained: Iterable[str], vision: VisionSpec | None) -> None:
+    """Rows of text give a vision tower no gradient, so where it alone trains a window of text could not be run."""
+    if vision is not None and all("visual" in name.split(".") for name in trained):
+        raise ConfigError(
+            "a policy must train more than its vision tower, found that alone: rows without images would have no "
+            "gradient; let the decoder train too, or with adapters name layers of it in target_modules"
         )
 
 

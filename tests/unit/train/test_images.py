@@ -127,6 +127,17 @@ def test_videos_are_refused(packed: evenstep.train.Trainer) -> None:
     packed.prepare([replace(row, token_ids=[1, video, 3, 3, video, 3, 4])])  # sampled, in a fork's context
 
 
+def test_a_tower_that_trains_alone_is_refused() -> None:
+    model = tiny.tiny_vision_model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("visual" in name)
+    with pytest.raises(ConfigError, match="more than its vision tower"):
+        trainer(model)
+    adapted = add_lora(tiny.tiny_vision_model(), rank=2, alpha=4.0, seed=0, target_modules=["qkv"])
+    with pytest.raises(ConfigError, match="more than its vision tower"):
+        evenstep.train.Trainer(adapted, torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad]))
+
+
 def test_a_window_of_another_model_is_refused(packed: evenstep.train.Trainer) -> None:
     critic = tiny_critic("qwen3")
     for blind in (tiny_model("qwen3"), critic):
