@@ -24,10 +24,11 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, TypeVar, cast
+from weakref import WeakValueDictionary
 
 from evenstep.errors import FileFormatError, RowError
 from evenstep.experts import RoutedExperts
@@ -113,20 +114,36 @@ class RowLengths:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def read_rollouts(path: str | os.PathLike[str], *, allow_truncated_tail: bool = False) -> Iterator[Rollout]:
+def read_rollouts(
+    path: str | os.PathLike[str], *, allow_truncated_tail: bool = False, pixels: bool = True
+) -> Iterator[Rollout]:
     """Yield the rollouts of a file, one line at a time.
 
     Args:
         path: JSONL, gzipped when the name ends in ``.gz``.
         allow_truncated_tail: stop before a last line that a crash cut off, instead of raising.
+        pixels: False leaves images at their place and size, and needs no file of theirs.
 
     Raises:
         FileFormatError: no such file, a line that is not a valid rollout, a ``rollout_id`` used twice, or an image
             whose file is missing or another one.
     """
-    pixels_of = lru_cache(maxsize=None)(partial(read_pixels, Path(path).parent))  # each image is read once
-    convert = partial(to_rollout, pixels_of=pixels_of)
+    convert = partial(to_rollout, pixels_of=_PixelsOf(Path(path).parent)) if pixels else to_rollout
     return _read(Path(path), RolloutLine, convert, "rollout_id", allow_truncated_tail)
+
+
+class _PixelsOf:
+    """Each image is read once while any rollout that was read before is still there; this keeps none of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: WeakValueDictionary[str, Pixels] = WeakValueDictionary()
+
+    def __call__(self, digest: str) -> Pixels:
+        pixels = self._known.get(digest)
+        if pixels is None:
+            pixels = self._known[digest] = read_pixels(self._folder, digest)
+        return pixels
 
 
 def read_rows(path: str | os.PathLike[str], *, allow_truncated_tail: bool = False) -> Iterator[RowRecord]:

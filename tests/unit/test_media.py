@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from evenstep.errors import FileFormatError, RowError, SegmentationError
 from evenstep.files import RolloutWriter, read_rollouts, write_rollouts
 from evenstep.imports.own import own_reader
 from evenstep.media import Media, VisionSpec, rope_positions
-from evenstep.media_files import write_pixels
+from evenstep.media_files import read_pixels, write_pixels
 from evenstep.rollout.segments import rows_of, segmentation_of
 
 IMAGE, START, END = tiny.IMAGE, tiny.START, tiny.END
@@ -254,6 +255,30 @@ def test_files_hold_each_image_once(tmp_path: Path) -> None:
         (6 + 8, True),
         (3, False),
     ]
+
+
+def test_a_reader_keeps_no_image_that_nobody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [tiny.picture(seed, height=4, width=8) for seed in (1, 1, 2, 3)]
+    write_rollouts(
+        tmp_path / "r.jsonl",
+        [rollout(call(0, FIRST, [7], at(image, 2)), name=str(i)) for i, image in enumerate(images)],
+    )
+    read: list[weakref.ref[Any]] = []
+
+    def noted(*args: Any) -> Any:
+        found = read_pixels(*args)
+        read.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr("evenstep.files.read_pixels", noted)
+    for one in read_rollouts(tmp_path / "r.jsonl"):
+        assert sum(each() is not None for each in read) <= 2, one.rollout_id  # its own, and at most the one before
+    assert len(list(read_rollouts(tmp_path / "r.jsonl"))) == 4
+    assert len(read) == 3 + 3
+    found = list(read_rollouts(tmp_path / "r.jsonl", pixels=False))
+    assert len(read) == 3 + 3
+    assert found[0].calls[0].media[0].pixels is None
+    assert found == list(read_rollouts(tmp_path / "r.jsonl"))
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "pickle", "cut", "zip", "huge", "unclosed"])

@@ -337,7 +337,8 @@ async def _serve(
     lock = _lock(out)  # held until the process ends
     used: frozenset[str] = frozenset()
     if out.exists():
-        used = frozenset(rollout.rollout_id for rollout in read_rollouts(out, allow_truncated_tail=True))
+        stored = read_rollouts(out, allow_truncated_tail=True, pixels=False)
+        used = frozenset(rollout.rollout_id for rollout in stored)
     with RolloutWriter(out, repair_truncated_tail=True) as sink:
         registry = Registry(
             capture,

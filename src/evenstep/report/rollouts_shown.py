@@ -60,7 +60,7 @@ def rollouts_shown(records: RunRecords, decoder: Decoder) -> RolloutsShown:
                 problems.append(f"rollouts/{path.name} was not read: it has {size >> 20} MiB")
                 continue
             num_read += size
-            rollouts = list(read_rollouts(path, allow_truncated_tail=True))
+            rollouts = list(read_rollouts(path, allow_truncated_tail=True, pixels=False))
             found = list(_shown(rollouts, by_name.get(path.name), records, decoder))
         except EvenstepError as error:
             problems.append(shortened(str(error), 300))
