@@ -26,6 +26,7 @@ from evenstep.train.routing import experts_of_cell, router_shape
 from evenstep.train.setup import load_models
 from evenstep.train.step import Trainer
 from evenstep.train.verify import num_embeddings
+from evenstep.train.vision import spec_of
 from evenstep.tune.spec import ANSWER, CellShape, Measured, Probe
 from evenstep.types import Row
 
@@ -121,10 +122,12 @@ class _Prober:
             )
             if is_there
         ]
-        num_ids = num_embeddings(trainer.model)
+        num_ids, vision = num_embeddings(trainer.model), spec_of(trainer.model)
         rows: list[Row] = []
         for index in range(cell.num_rows * num_microbatches * self.num_ranks):
             ids = self.draw.integers(num_ids, size=cell.row_tokens)
+            if vision is not None:  # a placeholder in the context would be one that lost its image
+                ids[ids == vision.image_token_id] = vision.end_token_id
             fields: dict[str, Any] = {name: np.full(cell.row_tokens, -1.0) for name in names}
             if trainer.routers:
                 fields["routed_experts"] = experts_of_cell([], [], cell.row_tokens, router_shape(trainer.routers))

@@ -13,8 +13,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,7 +28,9 @@ from evenstep.errors import ConfigError, PlanError, RowError
 from evenstep.train import collate as collate_module
 from evenstep.train import vision as vision_module
 from evenstep.train.lora import add_lora
+from evenstep.train.tune_probe import _Prober
 from evenstep.train.verify import verify_layout
+from evenstep.tune.spec import CellShape
 from tiny_models import tiny_model
 
 
@@ -136,6 +140,14 @@ def test_a_tower_that_trains_alone_is_refused() -> None:
     adapted = add_lora(tiny.tiny_vision_model(), rank=2, alpha=4.0, seed=0, target_modules=["qkv"])
     with pytest.raises(ConfigError, match="more than its vision tower"):
         evenstep.train.Trainer(adapted, torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad]))
+
+
+def test_rows_of_a_budget_probe_have_no_placeholder(packed: evenstep.train.Trainer) -> None:
+    config = SimpleNamespace(old_logprobs="detached", train=SimpleNamespace(kl_coef=0.0), has_critic=False)
+    prober: Any = SimpleNamespace(config=config, draw=np.random.default_rng(0), num_ranks=1)
+    rows = _Prober._rows(prober, packed, CellShape(num_rows=40, row_tokens=6), 2)
+    assert len(packed.prepare(rows).rows) == 80
+    assert not any(tiny.IMAGE in row.token_ids for row in rows)
 
 
 def test_a_window_of_another_model_is_refused(packed: evenstep.train.Trainer) -> None:
