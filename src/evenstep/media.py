@@ -280,6 +280,12 @@ def vision_spec(settings: Mapping[str, Any], processor: Mapping[str, Any] | None
                     f"preprocessor_config.json must divide bytes by 255, found rescale_factor "
                     f"{processor['rescale_factor']}; give patches of your own processor instead of images"
                 )
+            skipped = [name for name in ("do_rescale", "do_normalize") if processor.get(name, True) is False]
+            if skipped:
+                raise ConfigError(
+                    f"preprocessor_config.json must divide bytes by 255 and normalise them, found {skipped[0]} false; "
+                    f"give patches of your own processor instead of images"
+                )
             normalise = {"mean": tuple(processor["image_mean"]), "std": tuple(processor["image_std"])}
         return VisionSpec(
             image_token_id=int(settings["image_token_id"]),

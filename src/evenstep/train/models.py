@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -25,6 +26,7 @@ from evenstep.model_files import PYPI, cached_conversion, find_gguf, model_folde
 __all__ = ["PROCESSOR", "load_critic", "load_model", "load_tokenizer", "load_vision"]
 
 PROCESSOR = "preprocessor_config.json"  # of a vision model: how images become patches
+WHOLE_PROCESSOR = "processor_config.json"  # the same as a part, as transformers 5 writes it
 
 
 def load_model(path: str, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -63,13 +65,15 @@ def load_vision(path: str) -> tuple[VisionSpec | None, Path | None]:
     settings = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
     if vision_spec(settings) is None:
         return None, None
-    file = folder / PROCESSOR
+    file = folder / (PROCESSOR if (folder / PROCESSOR).is_file() else WHOLE_PROCESSOR)
     try:
-        return vision_spec(settings, json.loads(file.read_text(encoding="utf-8"))), file
-    except (OSError, ValueError) as error:
+        processor: Any = json.loads(file.read_text(encoding="utf-8"))
+        processor = processor if file.name == PROCESSOR else processor["image_processor"]
+        return vision_spec(settings, processor), file
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"model.path: a vision model's folder must hold {PROCESSOR} with image_mean and image_std, found {error}; "
-            f"download the model again"
+            f"model.path: a vision model's folder must hold {PROCESSOR} (or {WHOLE_PROCESSOR}) with image_mean and "
+            f"image_std, found {error}; copy it from the model that this one was trained from, or download it again"
         ) from None
 
 

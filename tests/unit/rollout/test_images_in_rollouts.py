@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from evenstep.rollout.environment import Observation, Score, Start
 from evenstep.rollout.in_process import InProcessEngine
 from evenstep.rollout.segments import rows_of, segments_of
 from evenstep.rollout.server import ServerEngine
+from evenstep.train.models import load_vision
 from evenstep.train.vision import spec_of
 from evenstep.types import Rollout, Row, Sampling
 from tiny_models import tiny_model
@@ -221,6 +223,25 @@ def test_images_in_the_task_fail_the_rollout(renderer: ChatRenderer) -> None:
 def test_a_model_without_eyes_ends_the_run() -> None:
     with pytest.raises(ConfigError, match="shows 1 images, and the model sees none"):
         play(ChatRenderer(make_tokenizer()), Album(Observation(images=[colour(1)])))
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_a_folder_says_how_images_become_patches(tmp_path: Path, name: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    make_model(0).config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"must hold preprocessor_config.json \(or processor_config.json\)"):
+        load_vision(str(tmp_path))
+    numbers: dict[str, Any] = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]}
+    file = tmp_path / name
+    file.write_text(json.dumps(numbers if name.startswith("pre") else {"image_processor": numbers}))
+    spec, found = load_vision(str(tmp_path))
+    assert spec is not None
+    assert (spec.mean, spec.std, found) == ((0.1, 0.2, 0.3), (0.5, 0.6, 0.7), file)
+    numbers["do_normalize"] = False
+    file.write_text(json.dumps(numbers if name.startswith("pre") else {"image_processor": numbers}))
+    with pytest.raises(ConfigError, match="found do_normalize false"):
+        load_vision(str(tmp_path))
 
 
 def test_a_tokenizer_without_the_marks_is_refused() -> None:
