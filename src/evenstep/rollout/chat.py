@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from evenstep.rollout.environment import Observation
 
 __all__ = ["ChatRenderer", "ChatTokenizer", "Prompt"]
 
-_MAX_OBSERVATIONS = 1024  # whose patches are kept
+_MAX_OBSERVATIONS, _MAX_PATCH_BYTES = 1024, 1 << 28  # whose patches are kept: a picture of a megapixel has 24 MB
 _SENTINEL = "evenstepturn"  # stands for an earlier answer; lower-case letters survive every template
 
 
@@ -68,6 +68,7 @@ class ChatRenderer:
         self._image_text = "" if vision is None else self._text_of_image(vision)
         # by identity, so that each observation is cut into patches once
         self._placed: dict[int, tuple[Observation, tuple[Media, ...]]] = {}
+        self._num_patch_bytes = 0
         # The rollouts of a group read the same pages, so most renderings are asked for again.
         self.head = lru_cache(maxsize=4096)(self._head)
         self._ids_after_answer = lru_cache(maxsize=4096)(self._rendered_after_answer)
@@ -140,9 +141,12 @@ class ChatRenderer:
         assert self._vision is not None
         found = self._placed.get(id(observation))
         if found is None:
-            if len(self._placed) >= _MAX_OBSERVATIONS:
-                self._placed.clear()
             found = observation, tuple(self._vision.media(image, start=0) for image in observation.images)
+            num_bytes = sum(cast(Any, image.pixels).nbytes for image in found[1])
+            if len(self._placed) >= _MAX_OBSERVATIONS or self._num_patch_bytes + num_bytes > _MAX_PATCH_BYTES:
+                self._placed.clear()
+                self._num_patch_bytes = 0
+            self._num_patch_bytes += num_bytes
             self._placed[id(observation)] = found
         return found[1]
 

@@ -179,6 +179,22 @@ def test_an_environment_may_draw_into_its_array_again(renderer: ChatRenderer) ->
     assert float(row.media[0].pixels[0, 0]) * 255 == pytest.approx(1)  # type: ignore[index]
 
 
+def test_patches_of_few_observations_are_kept(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [Observation("?", images=[np.full((16, 16, 3), i, dtype=np.uint8)]) for i in range(6)]
+    assert renderer.image_token_id is not None
+    ids = (1, renderer.image_token_id, 2)
+    renderer._placed.clear()
+    renderer._num_patch_bytes = 0
+    first = renderer.prompt(ids, [seen[0]]).media[0]
+    assert renderer.prompt(ids, [seen[0]]).media[0].pixels is first.pixels
+    monkeypatch.setattr("evenstep.rollout.chat._MAX_PATCH_BYTES", 2 * np.asarray(first.pixels).nbytes)
+    for each in seen:
+        renderer.prompt(ids, [each])
+        assert len(renderer._placed) <= 2
+    again = renderer.prompt(ids, [seen[0]]).media[0]
+    assert again == first
+
+
 def test_compaction_drops_images_with_their_turns(renderer: ChatRenderer) -> None:
     shown = [Observation("a", images=[colour(1)]), Observation("b", images=[colour(2)]), "c", "d"]
     rollout = play(renderer, Album(*shown), compaction=Recency(keep_last=1, schedule="rolling"))
