@@ -116,7 +116,13 @@ class ServerPolicyEngine:
         folder = self._folder / f"version_{version:06d}"
         previous = None if self._version is None else self._folder / f"version_{self._version:06d}"
         self._folder.mkdir(parents=True, exist_ok=True)
-        export(folder, self._models.policy.model, self._models.tokenizer, untied=self._config.engine.untie_embeddings)
+        export(
+            folder,
+            self._models.policy.model,
+            self._models.tokenizer,
+            untied=self._config.engine.untie_embeddings,
+            beside=self._models.files_beside,
+        )
         if self._engine is None:
             self._start(folder)
         engine = self.engine

@@ -60,6 +60,11 @@ class Models:
             found["critic"] = Trained(self.critic.model, self.critic.optimizer)
         return found
 
+    @property
+    def files_beside(self) -> tuple[Path, ...]:
+        """What whoever loads the policy's folder needs beside weights, configuration and tokenizer."""
+        return () if self.processor_file is None else (self.processor_file,)
+
     @contextmanager
     def reference(self) -> Iterator[Scorer]:
         """Scores with the policy at step 0."""
@@ -76,8 +81,7 @@ class Models:
 
     def export(self, folder: Path) -> None:
         """Write Hugging Face folders of all that was trained."""
-        beside = () if self.processor_file is None else (self.processor_file,)
-        export(folder / EXPORT, self.policy.model, self.tokenizer, beside=beside)
+        export(folder / EXPORT, self.policy.model, self.tokenizer, beside=self.files_beside)
         if is_lora(self.policy.model):
             export_adapter(folder / EXPORT_ADAPTER, self.policy.model)
         if self.critic is not None:

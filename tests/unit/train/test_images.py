@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,10 +25,13 @@ import evenstep.train
 import tiny_vision as tiny
 from critic_cases import tiny_critic
 from evenstep import Row
-from evenstep.errors import ConfigError, PlanError, RowError
+from evenstep.errors import ConfigError, EngineError, PlanError, RowError
 from evenstep.train import collate as collate_module
+from evenstep.train import engines
 from evenstep.train import vision as vision_module
 from evenstep.train.lora import add_lora
+from evenstep.train.run_folder import RunFolder
+from evenstep.train.setup import Models
 from evenstep.train.tune_probe import _Prober
 from evenstep.train.verify import verify_layout
 from evenstep.tune.spec import CellShape
@@ -140,6 +144,28 @@ def test_a_tower_that_trains_alone_is_refused() -> None:
     adapted = add_lora(tiny.tiny_vision_model(), rank=2, alpha=4.0, seed=0, target_modules=["qkv"])
     with pytest.raises(ConfigError, match="more than its vision tower"):
         evenstep.train.Trainer(adapted, torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad]))
+
+
+def test_servers_get_the_processor_with_the_weights(
+    packed: evenstep.train.Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(engines, "export", lambda *_, **settings: given.update(settings))
+    models = Models(
+        policy=packed,
+        tokenizer=None,  # type: ignore[arg-type]
+        whole_copy=None,
+        frozen_copy=None,
+        critic=None,
+        processor_file=tmp_path / "preprocessor_config.json",
+    )
+    config: Any = SimpleNamespace(engine=SimpleNamespace(max_concurrent=1, untie_embeddings=False))
+    renderer: Any = SimpleNamespace(stop_token_ids=frozenset())
+    source = engines.ServerPolicyEngine(config, models, renderer, RunFolder(tmp_path), print)
+    monkeypatch.setattr(source, "_start", lambda folder: None)
+    with pytest.raises(EngineError, match="found none yet"):
+        source.update_weights(1)
+    assert given["beside"] == (tmp_path / "preprocessor_config.json",)
 
 
 def test_rows_of_a_budget_probe_have_no_placeholder(packed: evenstep.train.Trainer) -> None:
