@@ -71,6 +71,10 @@ def save_checkpoint(
             are saved once it has stepped.
         state: JSON counters; ``state["window"]`` names the checkpoint.
         keep: how many checkpoints stay.
+
+    Raises:
+        StateError: it could not be written; the checkpoints before it stay as they are.
+        KeyboardInterrupt: on any rank.
     """
     final = folder / f"{PREFIX}{state['window']:06d}"
     partial = final.with_suffix(".partial")
@@ -81,7 +85,15 @@ def save_checkpoint(
     _barrier()
     with_moments = sorted(name for name, (_, optimizer) in trained.items() if optimizer.state)
     tensors = _tensors(trained, with_moments)
-    save(tensors, checkpoint_id=partial / "dcp", no_dist=not dist.is_initialized())
+    try:
+        with _interrupts():
+            save(tensors, checkpoint_id=partial / "dcp", no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise StateError(
+            f"{final}: the checkpoint could not be written: {type(cause).__name__}: {str(cause)[:200]}; make room "
+            f"on the disk and go on with --resume, from the one before it"
+        ) from error
     if rank == 0:
         document = {"format_version": 1, "num_ranks": size, "with_moments": with_moments, **state}
         with (partial / STATE_FILE).open("w") as file:
@@ -137,7 +149,8 @@ def load_checkpoint(checkpoint: Path, trained: Mapping[str, Trained]) -> dict[st
     state = read_state(checkpoint)
     tensors = _tensors(trained, state["with_moments"])
     try:
-        load(tensors, checkpoint_id=checkpoint / "dcp", no_dist=not dist.is_initialized())
+        with _interrupts():
+            load(tensors, checkpoint_id=checkpoint / "dcp", no_dist=not dist.is_initialized())
     except (CheckpointException, OSError, ValueError) as error:
         raise FileFormatError(
             f"{checkpoint}: a whole checkpoint was expected, found {type(error).__name__}: {str(error)[:200]}; remove "
@@ -152,6 +165,17 @@ def load_checkpoint(checkpoint: Path, trained: Mapping[str, Trained]) -> dict[st
         else:
             optimizer.state.clear()
     return state
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Raise an interrupt as itself: DCP hands over whatever was raised on any rank as an exception of its own."""
+    try:
+        yield
+    except CheckpointException as error:
+        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+            raise KeyboardInterrupt from error
+        raise
 
 
 def _tensors(trained: Mapping[str, Trained], with_moments: Sequence[str]) -> dict[str, Any]:
