@@ -240,11 +240,12 @@ class ServerPool:
                 stamp = await self._api.stamp(server.connection)
             except UnavailableError:
                 continue  # a call will find out
-            others = [one.connection.url for one in self.servers if one is not server and one.stamp == stamp]
-            if others:
+            other = next((one for one in self.servers if one is not server and one.stamp == stamp), None)
+            if other is not None:
+                first, second = (one.connection.url for one in self.servers if one is server or one is other)
                 raise EngineError(
-                    f"engine.urls must name each server once, found that {server.connection.url} and {others[0]} lead "
-                    f"to the same one; remove one of them"
+                    f"engine.urls must name each server once, found that {first} and {second} lead to the "
+                    f"same one; remove one of them"
                 )
 
     async def _load(self, server: Server) -> None:
