@@ -176,18 +176,27 @@ class Registry:
                 self._unwritten.append(captured.rollout)
         if self._sink is None:
             return
+        # whoever waits may be cancelled while a thread writes: what it writes must be known all the same, or it would
+        # be written twice
+        error = await asyncio.shield(asyncio.create_task(self._written(self._sink)))
+        if error is not None:
+            raise RefusedError(
+                500, "the rollout could not be written; the server tries again", code="not_written"
+            ) from error
+        for captured in ended:
+            captured.release()
+
+    async def _written(self, sink: RolloutSink) -> Exception | None:
+        """Write all that is not written yet; why it could not be."""
         async with self._writing:
             batch = list(self._unwritten)
             try:
-                await asyncio.to_thread(self._sink.append, batch)
+                await asyncio.to_thread(sink.append, batch)
             except (OSError, FileFormatError) as error:
                 log_event("write_failed", error=str(error), num_rollouts=len(batch))
-                raise RefusedError(
-                    500, "the rollout could not be written; the server tries again", code="not_written"
-                ) from error
+                return error
             self._unwritten = self._unwritten[len(batch) :]
-        for captured in ended:
-            captured.release()
+            return None
 
 
 def _digest(key: str) -> bytes:

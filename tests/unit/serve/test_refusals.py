@@ -30,6 +30,7 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -426,6 +427,37 @@ def test_a_call_that_runs_when_the_server_stops(tmp_path: Path, monkeypatch: pyt
     assert headers["x-should-retry"] == "false"
     (rollout,) = read_rollouts(path)
     assert (rollout.status, rollout.status_reason, len(rollout.calls)) == ("failed", "the server was stopped", 1)
+
+
+@pytest.mark.parametrize("is_rewarded", [True, False])
+def test_a_rollout_that_is_being_written_when_the_server_stops(
+    is_rewarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(RolloutWriter):
+        def append(self, rollouts: Any) -> None:
+            is_begun.set()
+            time.sleep(1.0)
+            super().append(rollouts)
+
+    monkeypatch.setattr(running, "STOP_S", 0.1)
+    path, is_begun = tmp_path / "rollouts.jsonl", threading.Event()
+
+    async def go() -> None:
+        limits = {} if is_rewarded else {"timeout_s": 0.2}
+        with Slow(path) as sink:
+            async with served(AsyncEngine(), sink=sink, is_open=True, limits=limits) as (url, registry):
+                registry.named("mine")
+                if is_rewarded:
+                    reward = asyncio.create_task(http(url, "POST", "/r/mine/reward", {"reward": 1.0}))
+                while not is_begun.is_set():
+                    await asyncio.sleep(0.01)
+            assert registry.unwritten_ids == []
+            if is_rewarded:
+                assert (await reward)[0] == 503
+
+    asyncio.run(go())
+    (rollout,) = read_rollouts(path)
+    assert rollout.status == ("ok" if is_rewarded else "failed")
 
 
 def test_a_disk_that_is_full_when_the_server_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
