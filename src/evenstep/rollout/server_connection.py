@@ -77,11 +77,17 @@ class Connection:
 
     async def has(self, path: str) -> bool:
         """Whether a GET of this path finds anything."""
-        return (await self._send("GET", path, None, 30.0)).status != 404
+        return await self._status("GET", path, None) != 404
 
     async def takes_posts(self, path: str) -> bool:
         """Whether a POST to this path is served, whatever it says of an empty body."""
-        return (await self._send("POST", path, {}, 30.0)).status not in (403, 404, 405)
+        return await self._status("POST", path, {}) not in (403, 404, 405)
+
+    async def _status(self, method: str, path: str, body: Mapping[str, Any] | None) -> int:
+        status = (await self._send(method, path, body, 30.0)).status
+        if status in UNAVAILABLE:  # says nothing of what is there once it is up
+            raise UnavailableError(f"{method} {path} answered {status}")
+        return status
 
     async def check_health(self) -> None:
         """Raise an UnavailableError, or what the server has against being asked."""

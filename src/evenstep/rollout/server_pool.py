@@ -205,7 +205,7 @@ class ServerPool:
             server.problem = server.probe = None
 
         async def load(server: Server) -> None:
-            if server.facts is None:
+            if server.facts is None or server.connection.url in given_up:  # started again, it may be another
                 await inspect(server, self._api, self._options.expected)
             if server.stamp:  # a cache that is kept by mistake must have the probe's prompt to be found out
                 await self._answer(server, prompt_ids, Sampling(temperature=0.0), 1, stops=False)
@@ -228,6 +228,8 @@ class ServerPool:
 
     def accept(self, probes: Sequence[Probe]) -> None:
         """Remember what was found right, to compare a server that comes back with."""
+        for server in self.servers:
+            server.probe = None
         for probe in probes:
             self._server_at(probe.url).probe = probe
 
@@ -362,6 +364,8 @@ class ServerPool:
         if not self._is_owner:
             if not is_ours:
                 raise UnavailableError(f"it has the weights {found!r}, and rank 0 gives it those of {self.version}")
+            await inspect(server, self._api, self._options.expected)
+            await self._check_answers_as_before(server)  # it has the stamp before rank 0 has compared
             server.stamp = found
             return
         if found.startswith(f"{PREFIX}:") and not found.startswith(f"{PREFIX}:{self._run}:"):
@@ -371,6 +375,9 @@ class ServerPool:
             )
         await inspect(server, self._api, self._options.expected)
         await self._load(server)
+        await self._check_answers_as_before(server)
+
+    async def _check_answers_as_before(self, server: Server) -> None:
         if server.probe is not None:
             again = await self._probed(server, server.probe.prompt_ids)
             compare_probes(server.probe, again, tolerance=self._options.expected.probe_tolerance)

@@ -132,8 +132,7 @@ class ServerPolicyEngine:
 
         probes = distributed.broadcast(distributed.together(update))
         self._check(probes, folder, previous)
-        if self._rank == 0:
-            engine.accept(probes)
+        engine.accept(probes)
         engine.release(version, distributed.broadcast(engine.stamps()))
         self._version = version
         distributed.together(lambda: self._remove_old(folder) if self._rank == 0 else None)

@@ -40,6 +40,7 @@ from evenstep.rollout.server_api import TOKENIZER_TEXT
 from evenstep.rollout.server_connection import Connection, UnavailableError, connection_pool
 from evenstep.rollout.server_options import compare_probes
 from evenstep.types import Sampling
+import scripted_server
 from scripted_server import ScriptedServer, Table
 
 STOP = 7
@@ -469,6 +470,46 @@ def test_a_follower_waits_for_the_owner(tmp_path: Path) -> None:
             assert server.stamp.startswith("evenstep:one:4:")
         finally:
             follower.close()
+
+
+def test_a_follower_takes_no_server_that_comes_back_otherwise(tmp_path: Path) -> None:
+    with (
+        ScriptedServer() as one,
+        ScriptedServer() as two,
+        engine_of(tmp_path, one.url, two.url, version=4, run="one") as owner,
+    ):
+        follower = ServerEngine(options(one.url, two.url), is_owner=False, run="one")
+        try:
+            follower.connect()
+            follower.hold()
+            follower.accept([probe for server in owner._pool.servers if (probe := server.probe) is not None])
+            follower.release(4, owner.stamps())
+            two.faults["shifted"], two.stamp = -1, "default"
+            while not two.stamp.startswith("evenstep:one:4:"):  # the owner leaves its stamp before it compares
+                time.sleep(0.02)
+            found: list[Completion] = []
+            for _ in range(6):  # the first of them finds out that it was started again
+                found += calls(follower, [request(seed=seed) for seed in range(8)])
+                time.sleep(0.2)
+            for completion in found:
+                np.testing.assert_allclose(completion.logprobs, expected(completion, (3, 4, 5), 4.0), atol=1e-12)
+        finally:
+            follower.close()
+
+
+def test_a_server_that_is_busy_says_nothing_of_its_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    routes, asked = scripted_server._Handler._vllm, list[str]()
+
+    def starting(self: Any, path: str, query: Any, body: dict[str, Any]) -> None:
+        asked.append(path)
+        if path == "/inference/v1/generate" and asked.count(path) == 1:
+            return self._answer({"error": "starting"}, 503)
+        return routes(self, path, query, body)
+
+    monkeypatch.setattr(scripted_server._Handler, "_vllm", starting)
+    with ScriptedServer() as server, engine_of(tmp_path, server.url) as engine:
+        assert call(engine).weight_version == 0
+        assert server.calls[-1]["path"] == "/v1/completions"
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
