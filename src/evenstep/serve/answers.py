@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from evenstep.serve.capture import Capture
@@ -121,7 +122,7 @@ def _text_choice(index: int, answer: Answer, body: CompletionBody, capture: Capt
     logprobs: dict[str, Any] | None = None
     if body.logprobs is not None:
         tokens = [_token_text(token, capture) for token in answer.call.output_ids]
-        offsets = [sum(map(len, tokens[:count])) for count in range(len(tokens))]
+        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
         logprobs = {"tokens": tokens, "token_logprobs": list(answer.call.logprobs), "text_offset": offsets}
         logprobs["top_logprobs"] = None
     return {

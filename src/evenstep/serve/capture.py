@@ -72,7 +72,7 @@ class Capture:
     on_undeclared: OnUndeclared = "error"
     tool_family: ToolFamily | None = None
     on_engine_error: Callable[[EvenstepError], None] | None = None
-    num_running: int = 0  # calls that the engine is asked now
+    num_running: int = 0  # calls that are tokenised, or that the engine is asked, now
     conversations: Conversations = field(init=False)
     _long_texts: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -84,8 +84,13 @@ class Capture:
         most = self.engine.max_context_tokens
         return most if self.max_context_tokens is None else min(most, self.max_context_tokens)
 
-    async def tokenised(self, num_characters: int, work: Callable[[], T]) -> T:
+    async def tokenised(self, num_characters: int, work: Callable[[], T], *, num_beside: int = 0) -> T:
         """Do what makes ids of a text: of a long one beside the event loop, one after the other.
+
+        Args:
+            num_characters: of the text.
+            work: makes the ids.
+            num_beside: characters that may be in the text too, as those of tools.
 
         Raises:
             RefusedError: so many characters cannot fit the context, whatever they are.
@@ -98,7 +103,7 @@ class Capture:
                 code="context_length_exceeded",
                 param="messages",
             )
-        if num_characters <= LONG_CHARACTERS:
+        if num_characters + num_beside <= LONG_CHARACTERS:
             return work()
         async with self._long_texts:
             return await asyncio.to_thread(work)

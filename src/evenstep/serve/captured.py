@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +54,7 @@ class CapturedRollout:
         self._orders = itertools.count()
         self._declared: BreakReason | None = None
         self._num_breaks = 0
-        self._num_running = 0  # calls that the engine is asked now
+        self._num_running = 0  # calls that are tokenised, or that the engine is asked, now
         self._limit_reason: str | None = None
         self._summary: dict[str, Any] | None = None  # once the tokens are let go
 
@@ -105,16 +107,18 @@ class CapturedRollout:
                 param="max_tokens",
             )
         num_characters = sum(message.num_characters for message in messages)
-        turn = Turn(
-            order=0,
-            prompt_ids=await capture.tokenised(num_characters, prompt_ids),
-            parent=None,
-            num_siblings=body.n,
-            asked=messages,
-            tools=tools,
-            parses_tools=tools is not None and body.tool_choice != "none",
-        )
-        return await self._called(body, turn, parent, break_reason, asked[0] if asked else None, is_gone)
+        num_beside = sum(message.num_name_characters for message in messages) + len(json.dumps(tools))
+        with self._counted(body.n):
+            turn = Turn(
+                order=0,
+                prompt_ids=await capture.tokenised(num_characters, prompt_ids, num_beside=num_beside),
+                parent=None,
+                num_siblings=body.n,
+                asked=messages,
+                tools=tools,
+                parses_tools=tools is not None and body.tool_choice != "none",
+            )
+            return await self._called(body, turn, parent, break_reason, asked[0] if asked else None, is_gone)
 
     async def complete(
         self, body: CompletionBody, break_reason: BreakReason | None, is_gone: IsGone = None
@@ -129,7 +133,8 @@ class CapturedRollout:
             parent = self._history.continued_text(text)
             start = self._history.text_of(parent) if parent is not None else ""
             rest = text[len(start) :]
-            behind = await self._capture.tokenised(len(rest), lambda: self._capture.renderer.encoded(rest))
+            with self._counted(body.n):
+                behind = await self._capture.tokenised(len(rest), lambda: self._capture.renderer.encoded(rest))
             prompt_ids = behind if parent is None or parent.view is None else parent.view + behind
         else:
             prompt_ids = tuple(int(token) for token in prompt)
@@ -137,7 +142,19 @@ class CapturedRollout:
         if not prompt_ids:
             raise RefusedError(400, "prompt must have at least one token, found none", code="empty", param="prompt")
         turn = Turn(order=0, prompt_ids=prompt_ids, parent=None, num_siblings=body.n, text=text)
-        return await self._called(body, turn, parent, break_reason, body.max_tokens, is_gone)
+        with self._counted(body.n):
+            return await self._called(body, turn, parent, break_reason, body.max_tokens, is_gone)
+
+    @contextmanager
+    def _counted(self, num_calls: int) -> Iterator[None]:
+        """Calls that run, those whose long text waits to be tokenised too."""
+        self._capture.num_running += num_calls
+        self._num_running += num_calls
+        try:
+            yield
+        finally:
+            self._capture.num_running -= num_calls
+            self._num_running -= num_calls
 
     async def _called(
         self,
@@ -148,7 +165,8 @@ class CapturedRollout:
         asked_tokens: int | None,
         is_gone: IsGone,
     ) -> list[Answer]:
-        self._check_open(body)  # again: others may have come while a long text was tokenised
+        self._check_running()  # again: others may have come while a long text was tokenised
+        self._check_calls(body.n)
         parent = parent or self._history.continued_ids(turn.prompt_ids)
         if self._history.is_drifted(turn.prompt_ids, 0 if parent is None else len(parent.view or ())):
             parent = None
@@ -167,8 +185,6 @@ class CapturedRollout:
         self._num_breaks += is_break
         if is_break:
             self._declared = None
-        self._capture.num_running += body.n
-        self._num_running += body.n
         try:
             answers = await self._answers(body, turns, reason)
             if is_gone is not None and await is_gone():
@@ -180,9 +196,6 @@ class CapturedRollout:
             if is_break:
                 self._declared = self._declared or declared
             raise
-        finally:
-            self._capture.num_running -= body.n
-            self._num_running -= body.n
         self._check_running()
         for one, answer in zip(turns, answers, strict=True):
             one.answer = answer
@@ -255,8 +268,12 @@ class CapturedRollout:
             raise RefusedError(
                 429, f"at most {most} calls run at a time, all rollouts together; try again", code="too_many_calls"
             )
-        if len(self._history.turns) + body.n > limits.max_calls:
-            raise self._over_limit(f"max_calls = {limits.max_calls} calls are made")
+        self._check_calls(body.n)
+
+    def _check_calls(self, num_calls: int) -> None:
+        most = self._capture.limits.max_calls
+        if len(self._history.turns) + num_calls > most:
+            raise self._over_limit(f"max_calls = {most} calls are made")
 
     def _check_ids(self, prompt_ids: Sequence[int]) -> None:
         most = self._capture.vocab_size

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from evenstep.rollout.chat import ChatRenderer, ChatTokenizer
 from evenstep.serve.refusals import RefusedError
-from evenstep.serve.tool_calls import ToolCall, canonical_arguments
+from evenstep.serve.tool_calls import ToolCall, is_sendable
 
 __all__ = ["Conversations", "Message", "ToolTokenizer"]
 
@@ -51,13 +51,22 @@ class Message:
     def num_characters(self) -> int:
         return len(self.content) + sum(len(call.arguments) for call in self.tool_calls)
 
+    @property
+    def num_name_characters(self) -> int:
+        """Of what some templates show and others do not."""
+        names = (self.name or "", self.tool_call_id or "", *(call.name for call in self.tool_calls))
+        return sum(map(len, names))
+
     def is_same(self, other: Message) -> bool:
         """Whether both say the same."""
         if self.role != other.role or not self.is_answer:
             return self == other
         if self.content.strip() != other.content.strip():
             return False
-        return [_compared(call) for call in self.tool_calls] == [_compared(call) for call in other.tool_calls]
+        ours, theirs = self.tool_calls, other.tool_calls
+        if [call.name for call in ours] != [call.name for call in theirs]:
+            return False
+        return all(one.canonical == two.canonical for one, two in zip(ours, theirs, strict=True))
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: arguments of tool calls as objects."""
@@ -73,15 +82,12 @@ class Message:
         return message
 
 
-def _compared(call: ToolCall) -> tuple[str, str]:
-    return call.name, canonical_arguments(call.arguments)
-
-
 def _object(arguments: str) -> Any:
     try:
-        return json.loads(arguments)
+        found = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
+    return found if is_sendable(found) else arguments
 
 
 class Conversations:

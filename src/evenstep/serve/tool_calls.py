@@ -8,20 +8,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
-__all__ = ["ToolCall", "ToolFamily", "canonical_arguments", "found_tool_calls", "tool_family"]
+__all__ = ["ToolCall", "ToolFamily", "canonical_arguments", "found_tool_calls", "is_sendable", "tool_family"]
 
 ToolFamily = Literal["hermes", "llama3_json"]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolCall:
     """One call of a function, as the model wrote it."""
 
     name: str
     arguments: str  # JSON of an object
+
+    @cached_property
+    def canonical(self) -> str:
+        """The arguments in one spelling; found once, for a history is compared with each call before it."""
+        return canonical_arguments(self.arguments)
 
 
 def tool_family(chat_template: str) -> ToolFamily | None:
@@ -67,6 +73,19 @@ def canonical_arguments(arguments: str) -> str:
         return arguments
 
 
+def is_sendable(value: Any) -> bool:
+    """Whether JSON values hold no half of a surrogate pair, which no response and no tokenizer takes.
+
+    >>> is_sendable({"a": ["ä"]}), is_sendable(json.loads('"\\\\ud83d"'))
+    (True, False)
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
+
+
 def _hermes(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     said, *blocks = text.split(_OPEN)
     calls: list[ToolCall] = []
@@ -94,7 +113,7 @@ def _read(text: str, arguments_key: str) -> ToolCall | None:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
     arguments = found.get(arguments_key, {})
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or not is_sendable(found["name"]):
         return None
     return ToolCall(name=found["name"], arguments=json.dumps(arguments))
 

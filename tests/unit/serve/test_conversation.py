@@ -11,15 +11,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jinja2
 import pytest
 
 from evenstep.rollout.chat import ChatRenderer
+from evenstep.serve import tool_calls
 from evenstep.serve.conversation import Conversations, Message
 from evenstep.serve.refusals import RefusedError
-from evenstep.serve.tool_calls import ToolCall, found_tool_calls, tool_family
+from evenstep.serve.tool_calls import ToolCall, canonical_arguments, found_tool_calls, tool_family
 
 HEAD = "{% if tools %}[tools:{% for tool in tools %}{{ tool.name }}{% endfor %}]{% endif %}"
 CALLS = (
@@ -151,6 +153,23 @@ def test_llama3_json(written: str, said: str, calls: list[Any]) -> None:
 def test_hermes(written: str, said: str | None, names: list[str]) -> None:
     found, made = found_tool_calls(written, "hermes")
     assert (found, [call.name for call in made]) == (written if said is None else said, names)
+
+
+def test_a_tool_calls_json_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def counted(arguments: str) -> str:
+        read.append(arguments)
+        return canonical_arguments(arguments)
+
+    monkeypatch.setattr(tool_calls, "canonical_arguments", counted)
+    again = Message(role="assistant", content="hm", tool_calls=(ToolCall(name="add", arguments='{ "x":2}'),))
+    others = [Message(role="assistant", content="hm", tool_calls=(ToolCall(name=name, arguments="{}"),)) for name in "ab"]
+    assert not any(other.is_same(again) for other in others for _ in range(8))
+    assert read == []  # of another function
+    before = [replace(again, tool_calls=(ToolCall(name="add", arguments='{"x": 2}'),)) for _ in range(8)]
+    assert all(one.is_same(again) for one in before)
+    assert read.count('{ "x":2}') == 1
 
 
 def test_families_and_comparison() -> None:

@@ -670,6 +670,69 @@ def test_long_texts_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None
     run(script, AsyncEngine(), tokenizer=tokenizer)
 
 
+def test_tools_and_names_are_long_texts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "LONG_CHARACTERS", 100)
+    tokenizer = SlowTokenizer()
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 200}}
+
+    async def script(url: str, registry: Registry) -> None:
+        key, tokenizer.num_encoded = made(registry, "mine"), 0
+        call = asyncio.create_task(http(url, "POST", "/v1/chat/completions", CHAT | {"tools": [tool]}, key=key))
+        while tokenizer.num_encoded == 0:
+            await asyncio.sleep(0.01)
+        assert not call.done()  # what blocks the loop lets nobody look before it is done
+        assert (await http(url, "GET", "/health"))[0] == 200
+        assert not call.done()
+        assert (await call)[0] == 200
+
+    run(script, AsyncEngine(), tokenizer=tokenizer)
+
+
+def test_calls_whose_texts_wait_to_be_tokenised_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "LONG_CHARACTERS", 100)
+    told = {"messages": [{"role": "user", "content": "x" * 200}]}
+
+    async def script(url: str, registry: Registry) -> None:
+        key = made(registry, "mine")
+        for body in (told, {"prompt": "x" * 200}):
+            path = "chat/completions" if "messages" in body else "completions"
+            calls = [http(url, "POST", f"/v1/{path}", body | {"model": "m"}, key=key) for _ in range(6)]
+            statuses = [status for status, _, _ in await asyncio.gather(*calls)]
+            assert statuses.count(429) == 4
+        assert (await http(url, "POST", "/v1/chat/completions", told, key=key))[0] == 200
+
+    limits = {"max_concurrent_calls_per_rollout": 2}
+    run(script, AsyncEngine(), tokenizer=SlowTokenizer(), limits=limits)
+
+
+@pytest.mark.parametrize("is_of_the_model", [True, False])
+def test_half_a_surrogate_pair_in_a_tool_call(is_of_the_model: bool) -> None:
+    class Plain(ToolTokenizer):
+        """Shows a tool call as it is, and takes no half characters, as real ones do."""
+
+        def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+            plain = [{**m, "content": m["content"] + str(m.get("tool_calls", ""))} for m in conversation]
+            return super().apply_chat_template([{**m, "tool_calls": ()} for m in plain], **options)
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            text.encode()
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    half = '{"a": "\\ud83d"}'
+    history = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": half}}]}
+    body = CHAT if is_of_the_model else {"messages": [*CHAT["messages"], history]}
+    tool = {"type": "function", "function": {"name": "f"}}
+
+    async def script(url: str, registry: Registry) -> None:
+        key = made(registry, "mine")
+        status, answer, _ = await http(url, "POST", "/v1/chat/completions", body | {"tools": [tool]}, key=key)
+        assert status == 200
+        assert answer["choices"][0]["message"]["content"] == written  # no tool call: nobody could be told its name
+
+    written = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    run(script, AsyncEngine(written), tokenizer=Plain())
+
+
 def test_texts_that_cannot_fit_are_not_looked_at() -> None:
     tokenizer = SlowTokenizer()
 
