@@ -166,7 +166,14 @@ def serve(
                 engine_kind=engine_kind,
             )
             logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-            asyncio.run(_serve(capture, listener, out, admin_key, is_open, max_open_rollouts, options))
+
+            async def run() -> None:
+                try:
+                    await _serve(capture, listener, out, admin_key, is_open, max_open_rollouts, options)
+                finally:
+                    stack.close()  # now: the event loop waits at its end for the thread of a batch that nobody wants
+
+            asyncio.run(run())
 
 
 def _admin_key(host: str, *, is_open: bool, key_file: Path | None) -> str | None:

@@ -39,12 +39,13 @@ def load_engine(path: str, *, max_context_tokens: int) -> LoadedEngine:
     """
     model, tokenizer = load_model(path, dtype=torch.float32)
     renderer = ChatRenderer(cast(Any, tokenizer))
+    engine = InProcessEngine(model, eos_token_ids=renderer.stop_token_ids, max_context_tokens=max_context_tokens)
     return LoadedEngine(
-        engine=InProcessEngine(model, eos_token_ids=renderer.stop_token_ids, max_context_tokens=max_context_tokens),
+        engine=engine,
         tokenizer=tokenizer,
         renderer=renderer,
         vocab_size=model.config.get_text_config().vocab_size,
-        close=lambda: None,
+        close=engine.close,
     )
 
 

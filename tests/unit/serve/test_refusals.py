@@ -40,11 +40,16 @@ import pytest
 from evenstep.cli.serve import _serve
 from evenstep.errors import EngineError, StateError
 from evenstep.files import RolloutWriter, read_rollouts
+from evenstep.rollout.engine import Request
+from evenstep.rollout.in_process import InProcessEngine
 from evenstep.serve import capture, running
 from evenstep.serve.app import make_app
+from evenstep.serve.batches import in_background
 from evenstep.serve.registry import Registry
 from evenstep.serve.running import bound_socket, serving
 from evenstep.serve.schemas import NewRolloutBody
+from evenstep.train.serving import load_engine
+from evenstep.types import Sampling
 from serving_fakes import ADMIN, AsyncEngine, ToolTokenizer, http, make_capture, served
 
 SECRET = "a word that nobody else may read"
@@ -458,6 +463,30 @@ def test_a_rollout_that_is_being_written_when_the_server_stops(
     asyncio.run(go())
     (rollout,) = read_rollouts(path)
     assert rollout.status == ("ok" if is_rewarded else "failed")
+
+
+def test_a_batch_that_runs_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, is_begun = InProcessEngine._forward, threading.Event()
+
+    def slow(self: InProcessEngine, *args: Any) -> Any:
+        is_begun.set()
+        time.sleep(0.05)
+        return forward(self, *args)
+
+    monkeypatch.setattr(InProcessEngine, "_forward", slow)
+    loaded = load_engine("evenstep:ledger", max_context_tokens=512)
+
+    async def stopped() -> float:
+        request = Request(prompt_ids=(1, 2, 3), sampling=Sampling(seed=2), rollout_key=())
+        call = asyncio.create_task(in_background(loaded.engine, max_rows=1).generate(request))
+        await asyncio.to_thread(is_begun.wait)
+        loaded.close()
+        with pytest.raises(EngineError, match="was closed while it generated"):
+            await call
+        return time.monotonic()
+
+    ended = asyncio.run(stopped())
+    assert time.monotonic() - ended < 1.0
 
 
 def test_a_disk_that_is_full_when_the_server_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
