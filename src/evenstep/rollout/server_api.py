@@ -80,6 +80,10 @@ class ServerApi(Protocol):
         """What the last weight update left there, or what the server calls the weights that it started with."""
         ...
 
+    async def mark(self, server: Connection, stamp: str) -> str:
+        """Call the weights that a server has so, which tells it from one that was started again; its stamp after that."""
+        ...
+
     async def load(self, server: Connection, folder: Path, stamp: str, *, timeout_s: float) -> None:
         """Wait for calls in flight, load the weights of a folder, forget cached prefixes, leave the stamp."""
         ...
@@ -201,6 +205,10 @@ class VllmApi:
     async def stamp(self, server: Connection) -> str:
         return str(_field(server, await server.get("/weight_info"), "weight_version", object, "GET /weight_info"))
 
+    async def mark(self, server: Connection, stamp: str) -> str:
+        await server.post("/update_weight_version", {"new_version": stamp}, timeout_s=30.0)
+        return stamp
+
     async def load(self, server: Connection, folder: Path, stamp: str, *, timeout_s: float) -> None:
         await server.post("/pause?mode=wait", timeout_s=timeout_s)
         try:
@@ -320,6 +328,9 @@ class SglangApi:
     async def stamp(self, server: Connection) -> str:
         info = await server.get("/get_model_info")
         return str(_field(server, info, "weight_version", object, "GET /get_model_info"))
+
+    async def mark(self, server: Connection, stamp: str) -> str:
+        return await self.stamp(server)  # it names weights with an update alone
 
     async def load(self, server: Connection, folder: Path, stamp: str, *, timeout_s: float) -> None:
         # it waits for running requests by itself before it writes

@@ -25,6 +25,9 @@ from evenstep.types import Sampling
 __all__ = ["FIRST_DELAY_S", "MAX_DELAY_S", "PROBE_TOKENS", "ServerPool"]
 
 PREFIX = "evenstep"  # of a stamp: evenstep:run:version:nonce
+ADOPTED, UNNAMED = "evenstep-adopted", "default"  # stamps of weights that no run gave: marked, and as servers start
+ADOPTED_PROMPT = 160  # tokens of the probe of such weights
+HALF_TOLERANCE = 0.1  # nats, between two answers of a server that computes in less than float32
 CLOSE_S = 5.0  # that the end of a run waits for what is under way
 WATCH_S = 1.0  # between looks at servers that nobody asks
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # of the back-off
@@ -285,7 +288,10 @@ class ServerPool:
         self._is_adopted = True
 
         async def look(server: Server) -> None:
-            server.stamp = await self._api.stamp(server.connection)
+            server.stamp = await self._marked(server, await self._api.stamp(server.connection))
+            expected = self._options.expected
+            length = max(1, min(ADOPTED_PROMPT, expected.max_context_tokens - PROBE_TOKENS))
+            server.probe = await self._probed(server, tuple(at % expected.vocab_size for at in range(length)))
 
         for server in self.servers:
             try:
@@ -295,6 +301,10 @@ class ServerPool:
                     f"the server at {server.connection.url} must say what weights it has, found {error}"
                 ) from error
         await self.release(self.version, {server.connection.url: server.stamp for server in self.servers})
+
+    async def _marked(self, server: Server, found: str) -> str:
+        """The stamp of a server's own weights; every server starts with the same one, which would hide a restart."""
+        return await self._api.mark(server.connection, f"{ADOPTED}:{uuid4().hex[:8]}") if found == UNNAMED else found
 
     # --- servers that come and go ---------------------------------------------------------------------------------
 
@@ -351,12 +361,14 @@ class ServerPool:
         await server.connection.check_health()
         found = await self._api.stamp(server.connection)
         if self._is_adopted:
-            if found != server.stamp:
+            if found not in (server.stamp, UNNAMED) and not found.startswith(f"{ADOPTED}:"):
                 raise EngineError(
                     f"the server at {server.connection.url} must keep the weights that it had, {server.stamp!r}, found "
                     f"{found!r}; start what stands before it again"
                 )
             await inspect(server, self._api, self._options.expected)  # it may have been started on another model
+            await self._check_answers_as_before(server)
+            server.stamp = await self._marked(server, found)
             return
         if found == server.stamp:
             return
@@ -380,7 +392,9 @@ class ServerPool:
     async def _check_answers_as_before(self, server: Server) -> None:
         if server.probe is not None:
             again = await self._probed(server, server.probe.prompt_ids)
-            compare_probes(server.probe, again, tolerance=self._options.expected.probe_tolerance)
+            is_half = self._is_adopted and (server.facts is None or server.facts.dtype != "float32")
+            tolerance = max(self._options.expected.probe_tolerance, HALF_TOLERANCE if is_half else 0.0)
+            compare_probes(server.probe, again, tolerance=tolerance)
 
     async def _recovered(
         self, server: Server, work: Callable[[Server], Coroutine[Any, Any, None]], *, is_once: bool = False
