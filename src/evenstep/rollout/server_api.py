@@ -7,6 +7,7 @@ wrong step and not a wrong answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -78,6 +79,10 @@ class ServerApi(Protocol):
 
     async def stamp(self, server: Connection) -> str:
         """What the last weight update left there, or what the server calls the weights that it started with."""
+        ...
+
+    async def wake(self, server: Connection) -> None:
+        """Let a server go on that a run left waiting, killed while it gave it weights."""
         ...
 
     async def mark(self, server: Connection, stamp: str) -> str:
@@ -205,6 +210,10 @@ class VllmApi:
     async def stamp(self, server: Connection) -> str:
         return str(_field(server, await server.get("/weight_info"), "weight_version", object, "GET /weight_info"))
 
+    async def wake(self, server: Connection) -> None:
+        with suppress(EngineError):  # no such route: whoever asks for weights says so
+            await server.post("/resume", timeout_s=RESUME_S)
+
     async def mark(self, server: Connection, stamp: str) -> str:
         await server.post("/update_weight_version", {"new_version": stamp}, timeout_s=30.0)
         return stamp
@@ -328,6 +337,9 @@ class SglangApi:
     async def stamp(self, server: Connection) -> str:
         info = await server.get("/get_model_info")
         return str(_field(server, info, "weight_version", object, "GET /get_model_info"))
+
+    async def wake(self, server: Connection) -> None:
+        pass  # loads in one request, which ends by itself
 
     async def mark(self, server: Connection, stamp: str) -> str:
         return await self.stamp(server)  # it names weights with an update alone

@@ -87,6 +87,8 @@ class ServerPool:
         """Wait until each server answers, and compare what it says with what is needed."""
 
         async def look(server: Server) -> None:
+            if self._is_owner:
+                await self._api.wake(server.connection)
             await inspect(server, self._api, self._options.expected)
 
         async def connect(server: Server) -> None:

@@ -556,6 +556,13 @@ def test_a_cache_that_is_not_forgotten(tmp_path: Path) -> None:
             engine.update(weights(tmp_path, 1), 1, prompt_ids=PROBE)
 
 
+def test_a_server_that_a_killed_run_left_waiting(tmp_path: Path) -> None:
+    with ScriptedServer() as server:
+        server.pause()
+        with engine_of(tmp_path, server.url) as engine:
+            assert call(engine).weight_version == 0
+
+
 def test_two_runs_do_not_share_a_server(tmp_path: Path) -> None:
     with ScriptedServer() as server, engine_of(tmp_path, server.url, version=1) as engine:
         call(engine)
