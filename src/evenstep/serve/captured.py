@@ -413,13 +413,15 @@ class CapturedRollout:
         return self.rollout
 
     def release(self) -> None:
-        """Let go of the tokens of an ended rollout that is kept elsewhere."""
+        """Let go of the tokens of an ended rollout that is kept elsewhere, and of what was said about it."""
         self._summary = self.summary()
         assert self.rollout is not None, "it has ended"
-        self.rollout = replace(self.rollout, calls=())
+        self.rollout = replace(self.rollout, calls=(), info={})
 
     def summary(self) -> dict[str, Any]:
         """What the agent may know about its own rollout."""
+        if self._summary is not None:
+            return dict(self._summary)
         rollout = self.rollout
         calls = (
             [turn.answer.call for turn in self._history.turns if turn.answer is not None]

@@ -405,6 +405,12 @@ def test_rewards_are_on_disk_when_they_are_acknowledged(tmp_path: Path) -> None:
         assert (await http(url, "POST", "/v1/reward", {"reward": 1.0, "info": {"k": [1]}}, key=a))[0] == 500
         sink.is_full = False
         assert (await http(url, "POST", "/v1/reward", {"reward": 2.0, "prompt_id": "p"}, key=b))[0] == 200
+        c = made(registry, "c")
+        assert (await http(url, "POST", "/v1/chat/completions", CHAT, key=c))[0] == 200
+        for method, path, body in (("POST", "/v1/reward", {"reward": 3.0}), ("GET", "/v1/status", None)):
+            status, told, _ = await http(url, method, path, body, key=c)
+            assert (status, told["num_calls"], told["num_sampled_tokens"]) == (200, 1, 3)
+        del sink.found[2:]
         assert [(r.rollout_id, r.reward, len(r.calls)) for r in sink.found] == [("a", 1.0, 1), ("b", 2.0, 0)]
         assert sink.found[0].info == {"k": [1], "num_segments": 1}
         assert sink.found[1].prompt_id == "p"
