@@ -86,7 +86,7 @@ class ServerApi(Protocol):
         ...
 
     async def mark(self, server: Connection, stamp: str) -> str:
-        """Call the weights that a server has so, which tells it from one that was started again; its stamp after that."""
+        """Name the weights that a server has, which tells it from one that was started again; its stamp after that."""
         ...
 
     async def load(self, server: Connection, folder: Path, stamp: str, *, timeout_s: float) -> None:
@@ -175,6 +175,7 @@ class VllmApi:
         if len(choices) != 1 or not isinstance(choices[0], dict):
             raise EngineError(f"the server at {server.url} must answer with one choice, found {len(choices)}")
         choice = cast(dict[str, Any], choices[0])
+        _refuse_aborted(choice.get("finish_reason"))  # first: it may have nothing else of an answer
         if "token_ids" not in choice or choice["token_ids"] is None:
             raise EngineError(
                 f"the server at {server.url} must return token ids, found a choice with {', '.join(sorted(choice))}; "
@@ -303,6 +304,9 @@ class SglangApi:
             body["return_routed_experts"] = True
         found: Any = await server.post("/generate", body, timeout_s=timeout_s)
         meta: Any = _field(server, found, "meta_info", dict, "POST /generate")
+        reason: Any = meta.get("finish_reason")
+        reason = reason.get("type") if isinstance(reason, dict) else reason
+        _refuse_aborted(reason)  # first: it may have nothing else of an answer
         if "output_ids" not in found:
             raise EngineError(
                 f"the server at {server.url} must return token ids, found an answer with {', '.join(sorted(found))}; "
@@ -318,12 +322,11 @@ class SglangApi:
         ids = list(found["output_ids"])
         if triples and [triple[1] for triple in triples] != ids:
             raise EngineError(f"the server at {server.url} must give log-probs of its output ids, found other ids")
-        reason: Any = meta.get("finish_reason")
         answer = _checked(
             server,
             ids=ids,
             logprobs=None if triples is None else [triple[0] for triple in triples],
-            reason=reason.get("type") if isinstance(reason, dict) else reason,
+            reason=reason,
             max_tokens=max_tokens,
             num_prompt_tokens=len(prompt_ids),
             stop_token_ids=stop_token_ids,
@@ -359,6 +362,11 @@ APIS: Mapping[str, Callable[[], ServerApi]] = {"vllm": VllmApi, "sglang": Sglang
 RETURN_EXPERTS: Mapping[str, Callable[[tuple[int, int]], ServerApi]] = {"sglang": SglangApi}
 
 
+def _refuse_aborted(reason: Any) -> None:
+    if reason == "abort":
+        raise UnavailableError("the call was aborted there")
+
+
 def _checked(
     server: Connection,
     *,
@@ -373,11 +381,8 @@ def _checked(
     """What came back, as it was asked for.
 
     Raises:
-        UnavailableError: the server ended the call before it was done.
         EngineError: log-probs are missing, or the output ended where it was not asked to.
     """
-    if reason == "abort":
-        raise UnavailableError("the call was aborted there")
     num_tokens = len(ids)
     if logprobs is None or len(logprobs) != num_tokens or any(value is None for value in logprobs):
         found = "none" if not logprobs else f"{sum(value is not None for value in logprobs)}"

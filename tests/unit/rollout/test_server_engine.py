@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import scripted_server
 from evenstep.errors import EngineError
 from evenstep.rollout import server_connection
 from evenstep.rollout.engine import Completion, Request
@@ -40,7 +41,6 @@ from evenstep.rollout.server_api import TOKENIZER_TEXT
 from evenstep.rollout.server_connection import Connection, UnavailableError, connection_pool
 from evenstep.rollout.server_options import compare_probes
 from evenstep.types import Sampling
-import scripted_server
 from scripted_server import ScriptedServer, Table
 
 STOP = 7
@@ -214,6 +214,16 @@ def test_a_call_is_sent_again_and_counts_once(kind: str, fault: str, tmp_path: P
     with scripted(kind) as server, engine_of(tmp_path, server.url, kind=kind) as engine:
         first = call(engine, seed=1)
         server.faults[fault] = 2
+        assert call(engine, seed=1) == first
+        assert server.faults == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("missing", ["no_ids", "no_logprobs"])
+def test_an_aborted_call_may_have_nothing_of_an_answer(kind: str, missing: str, tmp_path: Path) -> None:
+    with scripted(kind) as server, engine_of(tmp_path, server.url, kind=kind) as engine:
+        first = call(engine, seed=1)
+        server.faults |= {"abort": 1, missing: 1}
         assert call(engine, seed=1) == first
         assert server.faults == {}
 

@@ -164,7 +164,9 @@ def test_a_tool_calls_json_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(tool_calls, "canonical_arguments", counted)
     again = Message(role="assistant", content="hm", tool_calls=(ToolCall(name="add", arguments='{ "x":2}'),))
-    others = [Message(role="assistant", content="hm", tool_calls=(ToolCall(name=name, arguments="{}"),)) for name in "ab"]
+    others = [
+        Message(role="assistant", content="hm", tool_calls=(ToolCall(name=name, arguments="{}"),)) for name in "ab"
+    ]
     assert not any(other.is_same(again) for other in others for _ in range(8))
     assert read == []  # of another function
     before = [replace(again, tool_calls=(ToolCall(name="add", arguments='{"x": 2}'),)) for _ in range(8)]
