@@ -14,7 +14,7 @@ from evenstep.errors import FileFormatError
 from evenstep.rollout.agent import RolloutIdentity
 from evenstep.serve.capture import Capture, random_identity
 from evenstep.serve.captured import CapturedRollout
-from evenstep.serve.log import log_event
+from evenstep.serve.log import LOGGER, log_event
 from evenstep.serve.refusals import RefusedError
 from evenstep.serve.schemas import NewRolloutBody, RewardBody
 from evenstep.types import Rollout
@@ -151,8 +151,9 @@ class Registry:
 
     @property
     def unwritten_ids(self) -> list[str]:
-        """Rollouts that have ended and could not be written so far."""
-        return [rollout.rollout_id for rollout in self._unwritten]
+        """Rollouts that are open, or have ended and could not be written so far."""
+        is_open = [rollout.identity.rollout_id for rollout in self._by_name.values() if rollout.rollout is None]
+        return [rollout.rollout_id for rollout in self._unwritten] + is_open
 
     async def end_all(self, reason: str) -> None:
         """End every rollout that is open as ``failed``.
@@ -164,9 +165,13 @@ class Registry:
 
     async def _fail(self, rollouts: list[CapturedRollout], reason: str) -> None:
         for rollout in rollouts:
-            rollout.end("failed", None, reason=reason)
-        if rollouts or self._unwritten:
-            await self._keep(rollouts)
+            try:
+                rollout.end("failed", None, reason=reason)
+            except Exception:  # noqa: BLE001 -- one that cannot be ended must not keep the others from the disk
+                LOGGER.exception("rollout %s could not be ended", rollout.identity.rollout_id)
+        ended = [rollout for rollout in rollouts if rollout.rollout is not None]
+        if ended or self._unwritten:
+            await self._keep(ended)
 
     async def _keep(self, ended: list[CapturedRollout]) -> None:
         for captured in ended:

@@ -42,7 +42,7 @@ from evenstep.errors import EngineError, StateError
 from evenstep.files import RolloutWriter, read_rollouts
 from evenstep.rollout.engine import Request
 from evenstep.rollout.in_process import InProcessEngine
-from evenstep.serve import capture, running
+from evenstep.serve import capture, captured, running
 from evenstep.serve.app import make_app
 from evenstep.serve.batches import in_background
 from evenstep.serve.registry import Registry
@@ -469,6 +469,29 @@ def test_a_rollout_that_is_being_written_when_the_server_stops(
     asyncio.run(go())
     (rollout,) = read_rollouts(path)
     assert rollout.status == ("ok" if is_rewarded else "failed")
+
+
+def test_a_rollout_that_cannot_be_ended_keeps_no_other_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segmentation_of = captured.segmentation_of
+
+    def faulty(rollout: Any, **options: Any) -> Any:
+        assert rollout.rollout_id != "bad"
+        return segmentation_of(rollout, **options)
+
+    monkeypatch.setattr(captured, "segmentation_of", faulty)
+    path = tmp_path / "rollouts.jsonl"
+
+    async def go() -> list[str]:
+        with RolloutWriter(path) as sink:
+            async with served(AsyncEngine(), sink=sink, is_open=True) as (_, registry):
+                for name in ("bad", "good"):
+                    registry.named(name)
+            return registry.unwritten_ids
+
+    assert asyncio.run(go()) == ["bad"]  # the command says that it is lost
+    assert [rollout.rollout_id for rollout in read_rollouts(path)] == ["good"]
 
 
 def test_a_batch_that_runs_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
