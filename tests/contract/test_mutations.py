@@ -2,8 +2,8 @@
 
 1. The text that a mutation replaces occurs exactly once in its module: a refactor shows which entries to update.
 2. Every known fault that is a formula has a typical wrong one in the list.
-3. Each mutation makes its named test fail, and that test passes without it. (The quick half of the list here, the half
-   that starts ranks or takes longer behind the mark ``long``.)
+3. Each mutation makes its named test fail, and that test passes without it: in one test those whose tests are quick, in
+   another those that start ranks or take longer.
 4. A change that is right survives: it is the formula that kills, not the way it is put in.
 """
 
@@ -75,6 +75,7 @@ def test_every_known_fault_has_a_wrong_formula() -> None:
     assert not found & WITHOUT_FORMULA
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # the first to ask for the server waits until it has imported torch
 def test_quick_ones_are_killed() -> None:
     assert_killed([mutation for mutation in MUTATIONS if not mutation.is_long], timeout_s=240)
