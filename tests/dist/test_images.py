@@ -22,6 +22,9 @@ from evenstep import Row
 from evenstep.train import step as step_module
 from evenstep.train.collate import Cell, collate
 
+# a block of the tower returns a view, which nobody changes in place
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+
 ROWS = {
     "mixed": tiny.mixed_rows,
     "one image": lambda: [row for row in tiny.mixed_rows() if row.row_id in ("one", "text", "short")],
