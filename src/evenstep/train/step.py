@@ -284,6 +284,8 @@ class Scorer:
                 f"a prepared window must have the settings of the {type(self).__name__} that runs it, found "
                 f"{window.settings} for {own}; prepare it with this one"
             )
+        if not is_critic(self.model):
+            self._require_own_experts(window)
         if window.plan.layout not in self.backends:
             raise ConfigError(
                 f"a window was planned in layout {window.plan.layout!r}, which this {type(self).__name__}'s model does "
@@ -298,6 +300,21 @@ class Scorer:
         if self._vision is not None and window.vision is None:  # prepared for a model that knows no placeholders
             check_images(list(window.rows.values()), self._vision, window.plan.layout)
         return window
+
+    def _require_own_experts(self, window: PreparedWindow) -> None:
+        """Refuse a window whose tokens would route freely, or elsewhere, although its rows carry experts."""
+        own = router_shape(self.routers) if self.routers else None
+        if own is not None and window.has_left_experts:
+            raise ConfigError(
+                "a prepared window must have the experts that its rows carry, found that they were left aside, as a "
+                "critic does; prepare it with the policy, a critic runs it too"
+            )
+        if window.router_shape is not None and window.router_shape != own:
+            raise ConfigError(
+                f"a prepared window must have the experts of the model that runs it, found {window.router_shape} for "
+                f"{own or 'a model whose routers are not known'} of this {type(self.model).__name__}; prepare it with "
+                f"this {type(self).__name__}, or set routing_replay to 'off' in both"
+            )
 
     def _run_without_gradient(self, window: PreparedWindow, visit: Callable[[Cell, Any], None]) -> None:
         def run(cell: Cell, _: bool) -> None:

@@ -44,6 +44,7 @@ class PreparedWindow:
     fields: tuple[str, ...]  # per-token fields that every row carries
     vision: VisionSpec | None  # of the model, where any row of any rank has images
     router_shape: RouterShape | None  # of the model whose routing is replayed; None: it is not, or no row carries any
+    has_left_experts: bool  # whether experts that rows carry were left aside
     settings: Mapping[str, object]  # that its plan and weights follow from
     digest: str  # of the plan, the weights and all rows
 
@@ -88,6 +89,7 @@ def prepare_window(
         raise RowError(
             "a window needs at least one row, found none; when no rollout of a window has tokens, skip its step"
         )
+    has_experts = any(row.routed_experts is not None for row in rows)
     if router_shape is None:
         rows = [row if row.routed_experts is None else replace(row, routed_experts=None) for row in rows]
     else:
@@ -155,7 +157,8 @@ def prepare_window(
         has_signal=any(bool(row.advantages_T.any()) for row in rows),
         fields=fields,
         vision=vision if has_images else None,
-        router_shape=router_shape if any(row.routed_experts is not None for row in rows) else None,
+        router_shape=router_shape if has_experts else None,
+        has_left_experts=has_experts and router_shape is None,
         settings=options.window_settings,
         digest=_digest(plan, weights_R, rows, fields),
     )

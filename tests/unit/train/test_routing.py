@@ -7,7 +7,8 @@
 4. Padding and fillers are spread evenly over the experts. Rows take their own experts to their own positions.
 5. Tokens are one node of a trie where ids and experts are equal, whatever the order of the rows.
 6. Scoring replays as training does, so that the first ratio is exactly 1; the same in every budget.
-7. ``off`` leaves records aside; ``required`` refuses the token that is missing; a critic routes freely.
+7. ``off`` leaves records aside; ``required`` refuses the token that is missing; a critic routes freely, and no policy
+   runs a window that was prepared without its rows' experts, or with those of another model.
 8. Refused: experts of another model, models without experts or known routers, routers that choose otherwise.
 9. The engine in this process records what its model does in a forward over the whole row.
 """
@@ -251,6 +252,20 @@ def test_a_critic_routes_freely() -> None:
         shared = gradients(values, policy.prepare(rows))  # which a run trains both on
     assert oracle.relative_error(own, free) == 0.0
     assert oracle.relative_error(shared, free) < 1e-12
+
+
+def test_a_window_that_another_model_prepared_is_refused() -> None:
+    model, rows = tiny_model("qwen3_moe", dtype=torch.float32), window("usual")
+    policy = trainer_of(model, **SHAPES["padded"])
+    by_critic = trainer_of(tiny_critic("qwen3", dtype=torch.float32), **SHAPES["padded"]).prepare(rows)
+    with pytest.raises(ConfigError, match="that its rows carry, found that they were left aside, as a critic does"):
+        policy.forward_backward(by_critic)
+    prepared = policy.prepare(rows)
+    others = {"3": tiny_model("qwen3_moe", num_layers=3), "none": tiny_model("qwen3")}
+    for other in others.values():
+        with pytest.raises(ConfigError, match=r"must have the experts of the model that runs it, found RouterShape\("):
+            evenstep.train.Scorer(other, **SHAPES["padded"]).score(prepared)
+    policy.forward_backward(prepared)
 
 
 @pytest.mark.parametrize(
