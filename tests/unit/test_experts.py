@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from evenstep.errors import EngineError, FileFormatError, RowError, SegmentationError
-from evenstep.experts import RoutedExperts
+from evenstep.experts import UNKNOWN, RoutedExperts
 from evenstep.files import RowRecord, read_rollouts, read_rows, write_rollouts, write_rows
 from evenstep.rollout.calls import recorded_call
 from evenstep.rollout.engine import Completion, Request
@@ -196,3 +196,45 @@ def test_an_answer_of_an_engine_is_checked(experts: Any) -> None:
                 break_reason=None,
             )
         )
+
+
+def test_a_record_of_the_last_tokens_alone_loses_nothing_behind_it() -> None:
+    """An engine that took a prompt's beginning from a cache says nothing of it; the next call may know it."""
+
+    async def made() -> list[Call]:
+        class Engine:
+            max_context_tokens, weight_version = 20, 0
+            num_known = 0
+
+            async def generate(self, request: Request) -> Completion:
+                experts = [[[t % 3, 3]] for t in range(len(request.prompt_ids))] + [[[UNKNOWN] * 2]]
+                return Completion(
+                    output_ids=(1,),
+                    logprobs=(-1.0,),
+                    finish_reason="stop",
+                    weight_version=0,
+                    routed_experts=RoutedExperts.of(experts[-self.num_known :]),
+                )
+
+        engine, calls = Engine(), list[Call]()
+        for order, num_known in enumerate((3, 2, 9)):  # of 3, 6 and 9 tokens
+            engine.num_known = num_known
+            before = calls[-1] if calls else None
+            call = recorded_call(
+                engine,
+                order=order,
+                prompt_ids=(5, 6) if before is None else (*before.prompt_ids, *before.output_ids, 7, 8),
+                sampling=Sampling(),
+                rollout_id="r",
+                rollout_key=(),
+                vocab_size=None,
+                parent=None if before is None else before.order,
+                break_reason=None,
+                before=before,
+            )
+            calls.append(await call)
+        return calls
+
+    (segment,) = segments_of(rollout(*asyncio.run(made())))
+    assert segment.routed_experts is not None
+    assert segment.routed_experts.is_known_T.tolist() == [True] * 8 + [False]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from evenstep.errors import EngineError, EvenstepError
-from evenstep.experts import RoutedExperts
+from evenstep.experts import UNKNOWN, RoutedExperts
 from evenstep.file_lines import MAX_LOGPROB
 from evenstep.media import Media
 from evenstep.rollout.engine import Completion, Engine, Request, RolloutKey
@@ -73,13 +73,24 @@ async def recorded_call(
 
 def _checked_experts(completion: Completion, where: str, num_tokens: int) -> RoutedExperts | None:
     experts: Any = completion.routed_experts
-    if experts is None or (isinstance(experts, RoutedExperts) and experts.num_tokens <= num_tokens):
-        return experts
+    if experts is None:
+        return None
+    if isinstance(experts, RoutedExperts) and experts.num_tokens <= num_tokens:
+        return _whole(experts, num_tokens)
     found = f"those of {experts.num_tokens}" if isinstance(experts, RoutedExperts) else type(experts).__name__
     raise EngineError(
         f"{where}: an engine must answer with RoutedExperts of its last tokens, at most {num_tokens}, or None, found "
         f"{found}; give none for tokens of other requests"
     )
+
+
+def _whole(experts: RoutedExperts, num_tokens: int) -> RoutedExperts:
+    """The same for all tokens: a call that has fewer is one whose parents know the others."""
+    num_missing = num_tokens - experts.num_tokens
+    if num_missing == 0:
+        return experts
+    unknown_TLX = np.full((num_missing, *experts.shape[1:]), UNKNOWN, dtype=np.int16)
+    return RoutedExperts.of(np.concatenate([unknown_TLX, experts.experts_TLX]))
 
 
 def _news(experts: RoutedExperts, num_tokens: int, prompt_ids: tuple[int, ...], before: Call | None) -> RoutedExperts:
