@@ -49,7 +49,8 @@ class InProcessEngine:
             in ``routed_experts``. Of the last output token it is unknown: nothing was predicted from it.
 
     Raises:
-        EngineError: no eos id, ``max_context_tokens`` below 2, or a model type with a cache of its own.
+        EngineError: no eos id, ``max_context_tokens`` below 2, a model type with a cache of its own, or one whose scan
+            limits time steps that a single token's is without.
     """
 
     def __init__(
@@ -74,6 +75,14 @@ class InProcessEngine:
             raise EngineError(
                 f"an engine in this process hands the model a cache of keys, values and states, and models of type "
                 f"{model.config.model_type!r} keep one of their own; generate on servers, or train another model"
+            )
+        limit = _limit_of_scans(model)
+        if limit is not None:
+            raise EngineError(
+                f"an engine in this process takes one token after the other, and {type(model).__name__} keeps its time "
+                f"steps within {limit} only where it scans many at once: it would not sample from what training "
+                f"scores; set time_step_limit (or time_step_min) in its config.json so that there is none, or "
+                f"train another model"
             )
         self._model = model
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -254,6 +263,15 @@ def _joined(parts: Sequence[np.ndarray]) -> RoutedExperts | None:
         return None
     last_TLX = np.full((1, *parts[0].shape[1:]), UNKNOWN, dtype=np.int16)
     return RoutedExperts.of(np.concatenate([*parts, last_TLX]))
+
+
+def _limit_of_scans(model: nn.Module) -> tuple[float, float] | None:
+    """The limit of time steps that transformers' state-space mixers know in a scan and not in their step by token."""
+    for module in model.modules():
+        limit = getattr(module, "time_step_limit", None)
+        if limit is not None and (limit[0] > 0 or limit[1] < float("inf")):
+            return limit[0], limit[1]
+    return None
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -5,7 +5,7 @@
    by running a few rows, which also finds that a row moves when its neighbours' tokens change. Layout auto is padded.
 3. The engine in this process pads prompts on the left, and selects rows of a batch when others have ended: its
    log-probs are the Trainer's. Without the mask the padding would be in the state. Models with a cache of their own are
-   refused.
+   refused, and those that limit time steps in a scan alone.
 4. Adapters on all linear layers leave out those whose weights a scan reads, and naming one of these is refused.
 5. Exports of whole and adapted models load again, with experts, states and sinks; adapters alone as well.
 6. Experts with a capacity are refused by their configuration, also before a model is loaded, and where it says nothing
@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -165,6 +166,17 @@ def test_models_with_a_cache_of_their_own_do_not_generate(model_type: str) -> No
     config = AutoConfig.for_model(model_type, **shape, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(EngineError, match=rf"models of type '{model_type}' keep one of their own; generate on servers"):
+        InProcessEngine(model, eos_token_ids=[0], max_context_tokens=40)
+
+
+@pytest.mark.parametrize(("limit", "is_refused"), [((0.0, float("inf")), False), ((0.01, 0.1), True)])
+def test_a_limit_that_a_scan_alone_knows_does_not_generate(limit: tuple[float, float], is_refused: bool) -> None:
+    shape = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "num_heads": 4}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mamba2", **shape, head_dim=8, n_groups=1, time_step_limit=limit)
+    )
+    expected = pytest.raises(EngineError, match=r"within \(0\.01, 0\.1\) only where it scans many")
+    with expected if is_refused else contextlib.nullcontext():
         InProcessEngine(model, eos_token_ids=[0], max_context_tokens=40)
 
 
