@@ -22,8 +22,8 @@ ROUTING: list[Mutation] = [
     _ROUTING(
         name="weights of other experts",
         why="A token goes to the recorded experts with the weights of those that the router likes best.",
-        old="(scores_TE.gather(-1, experts_TX), experts_TX)",
-        new="(chosen.values, experts_TX)",
+        old="scores_TE.gather(-1, experts_TX).masked_fill",
+        new="chosen.values.masked_fill",
         killed_by=TEST + "test_the_exact_step[mixtral-fixed]",
     ),
     _ROUTING(

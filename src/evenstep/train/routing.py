@@ -5,7 +5,8 @@ computes them, with their gradient, and the X experts are read at recorded indic
 router's forward gives ``scores.gather(recorded)`` where it would have given the highest. So whatever formula a router
 has for its weights is kept. A token whose experts are unknown keeps the router's own choice.
 
-Padding and fillers are spread evenly over the experts, never all on one: nothing reads what they become.
+Padding and fillers are spread evenly over the experts, never all on one, with equal weights: nothing reads what they
+become, but scores that are all 0 there would make weights of 0 / 0, and NaN reaches the gradient through a factor of 0.
 
 Shape letters: T tokens of a micro-batch (padding included), L layers with experts, E experts, X experts per token.
 """
@@ -38,6 +39,8 @@ __all__ = [
     "replayed_routing",
     "router_shape",
 ]
+
+PADDING = -2  # in a micro-batch, and below: expert PADDING - e, for a token that nothing reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +129,18 @@ def experts_of_cell(
 ) -> npt.NDArray[np.int16]:
     """[T, L, X] where each token of a micro-batch goes; ``UNKNOWN``: the router's own choice.
 
+    Padding and fillers are told apart: ``PADDING - e`` stands for expert e.
+
     Three tokens of padding and four experts, of which each token has two:
 
     >>> shape = RouterShape(num_layers=1, num_experts=4, experts_per_token=2)
-    >>> experts_of_cell([], [], 3, shape)[:, 0].tolist()
+    >>> (PADDING - experts_of_cell([], [], 3, shape))[:, 0].tolist()
     [[0, 1], [2, 3], [0, 1]]
     """
     slots_TX = np.arange(num_tokens * shape.experts_per_token).reshape(num_tokens, shape.experts_per_token)
-    experts_TLX = np.repeat((slots_TX % shape.num_experts).astype(np.int16)[:, None], shape.num_layers, axis=1)
+    experts_TLX = np.repeat(
+        (PADDING - slots_TX % shape.num_experts).astype(np.int16)[:, None], shape.num_layers, axis=1
+    )
     for index_T in index_by_row:
         experts_TLX[index_T] = UNKNOWN
     for row, index_T in zip(rows, index_by_row, strict=True):
@@ -177,7 +184,8 @@ class _Choice(TorchFunctionMode):
 
     def __init__(self, experts_TX: Tensor) -> None:
         super().__init__()
-        self._experts_TX = experts_TX
+        self._is_padding_T1 = experts_TX[:, :1] <= PADDING
+        self._experts_TX = torch.where(self._is_padding_T1, PADDING - experts_TX, experts_TX)
         self._num_choices = 0
         self.has_run = False
 
@@ -202,4 +210,5 @@ class _Choice(TorchFunctionMode):
         self._num_choices += 1
         scores_TE: Tensor = args[0]
         experts_TX = torch.where(self._experts_TX == UNKNOWN, chosen.indices, self._experts_TX.long())
-        return torch.return_types.topk((scores_TE.gather(-1, experts_TX), experts_TX))
+        chosen_TX = scores_TE.gather(-1, experts_TX).masked_fill(self._is_padding_T1, 1.0)
+        return torch.return_types.topk((chosen_TX, experts_TX))

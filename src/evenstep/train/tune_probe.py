@@ -22,7 +22,7 @@ from evenstep.config import Config, load_config
 from evenstep.train import distributed
 from evenstep.train.memory import peak_memory_bytes, reset_peak_memory
 from evenstep.train.replay_arm import reported
-from evenstep.train.routing import experts_of_cell, router_shape
+from evenstep.train.routing import PADDING, experts_of_cell, router_shape
 from evenstep.train.setup import load_models
 from evenstep.train.step import Trainer
 from evenstep.train.verify import num_embeddings
@@ -130,7 +130,8 @@ class _Prober:
                 ids[ids == vision.image_token_id] = vision.end_token_id
             fields: dict[str, Any] = {name: np.full(cell.row_tokens, -1.0) for name in names}
             if trainer.routers:
-                fields["routed_experts"] = experts_of_cell([], [], cell.row_tokens, router_shape(trainer.routers))
+                spread = experts_of_cell([], [], cell.row_tokens, router_shape(trainer.routers))
+                fields["routed_experts"] = PADDING - spread
             fields |= {"rollout_id": index, "group_id": index // 2, "advantage": 1.0}
             rows.append(Row(row_id=index, token_ids=ids, loss_mask=np.arange(cell.row_tokens) > 0, **fields))
         return rows

@@ -39,7 +39,7 @@ from evenstep.rollout.in_process import InProcessEngine
 from evenstep.rollout.segments import rows_of
 from evenstep.train.collate import collate
 from evenstep.train.moe import find_routers, recorded_routing
-from evenstep.train.routing import RouterShape, experts_of_cell, replayed_routing
+from evenstep.train.routing import PADDING, RouterShape, experts_of_cell, replayed_routing
 from evenstep.train.trie import build_trie
 from evenstep.train.window import prefix_keys
 from evenstep.types import Call, Rollout, Row, Sampling
@@ -144,6 +144,8 @@ def test_cells(layout: str, num_rows: int) -> None:
         expected = row.routed_experts
         assert (experts[index_T] == (UNKNOWN if expected is None else expected.experts_TLX)).all()
     assert is_padding.any()
+    assert (experts[is_padding] <= PADDING).all()
+    experts = np.where(experts <= PADDING, PADDING - experts, experts)
     for layer in range(2):
         load = np.bincount(experts[is_padding, layer].ravel(), minlength=NUM_EXPERTS)
         assert load.max() <= is_padding.sum() * EXPERTS_PER_TOKEN / 2 + 2
@@ -156,8 +158,25 @@ def test_cells(layout: str, num_rows: int) -> None:
 def test_padding_goes_round() -> None:
     for num_tokens, num_experts, each in itertools.product((1, 3, 8), (4, 5, 8), (1, 2, 4)):
         shape = RouterShape(num_layers=1, num_experts=num_experts, experts_per_token=each)
-        load = np.bincount(experts_of_cell([], [], num_tokens, shape).ravel(), minlength=num_experts)
+        load = np.bincount((PADDING - experts_of_cell([], [], num_tokens, shape)).ravel(), minlength=num_experts)
         assert load.max() - load.min() <= 1
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_padding_where_its_experts_have_no_score_is_harmless(layout: str) -> None:
+    """A router so sure that softmax gives exactly 0 to the experts that padding is sent to."""
+    model = small_model("qwen3_moe", norm_topk_prob=True)
+    with torch.no_grad():
+        find_routers(model)[0].weight.mul_(150)
+    trainer = trainer_of(model, layout=layout, max_tokens_per_gpu=60, pad_to_multiple=8)
+    rows = [
+        Row(row_id=i, rollout_id=i, group_id=0, advantage=1.0, token_ids=ids, loss_mask=[0] + [1] * (len(ids) - 1))
+        for i, ids in enumerate(([1, 2, 3, 4], [1, 2, 3, 5, 5, 5, 5, 5, 5, 5]))
+    ]
+    free = gradients(trainer, rows)
+    unknown = np.full((4, 1, EXPERTS_PER_TOKEN), UNKNOWN)
+    replayed = gradients(trainer, [dataclasses.replace(rows[0], routed_experts=unknown), rows[1]])
+    assert oracle.relative_error(replayed, free) < 1e-5
 
 
 def test_nodes_of_a_trie_have_one_record() -> None:
