@@ -161,6 +161,7 @@ def _rank_main(rank: int, world_size: int, folder: Path, job: tuple[str, str, st
         world_size=world_size,
         timeout=timedelta(seconds=group_timeout_s),
     )
+    dist.barrier()  # a rank that ends at once would close connections that another one is still making
     result = fn(*args)
     (folder / f"result{rank}").write_bytes(pickle.dumps(result))
     dist.destroy_process_group()

@@ -164,7 +164,9 @@ def test_a_server_ends_with_who_started_it(number: signal.Signals, tmp_path: Pat
         f"print(c.pid, flush=True); time.sleep(60)"
     )
     starter = (
-        f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, sys.executable, '-c', "
+        # what starts tests in the background may have told them to ignore interrupts
+        f"import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"p = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, sys.executable, '-c', "
         f"{server!r}], stdin=subprocess.PIPE, start_new_session=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
