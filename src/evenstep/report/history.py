@@ -83,8 +83,7 @@ class History:
             "eta_s": per_window * (self.num_windows - self.first_window - num_done),
         }
         self.windows.append(row)
-        if len(self.windows) > 2 * MAX_SHOWN:  # a run may be longer than memory
-            del self.windows[:-MAX_SHOWN]
+        del self.windows[:-MAX_SHOWN]  # a run may be longer than memory
         self._num_steps += bool(metrics["stepped"])
         for name, values in self._values.items():
             if metrics[name] is not None:
