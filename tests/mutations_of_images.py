@@ -62,7 +62,7 @@ IMAGES: list[Mutation] = [
         why="An image's features begin a token after its place.",
         old="(image, index[image.start : image.stop])",
         new="(image, index[image.start + 1 : image.stop + 1])",
-        killed_by=TEST_IMAGES + "test_positions_of_text_give_another_step",
+        killed_by=TEST_RANKS + "test_gradients_are_those_of_one_row_at_a_time_on_two_ranks",
         is_long=True,
     ),
     _VISION(
