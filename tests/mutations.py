@@ -7,6 +7,8 @@ without any, so that nothing a test caches reaches another.
 
 from __future__ import annotations
 
+import builtins
+import dis
 import gc
 import importlib
 import inspect
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -77,9 +79,19 @@ def _take_code(olds: Any, news: Any, module_name: str) -> int:
             count += _take_code(vars(old), vars(new), module_name)
         for before, after in zip(_functions(old), _functions(new), strict=False):
             if after.__module__ == module_name and before.__code__ != after.__code__:
+                unknown = _globals_of(after.__code__) - before.__globals__.keys() - vars(builtins).keys()
+                assert not unknown, (
+                    f"{module_name} does not have {unknown}: the test would fail of a name, not a formula"
+                )
                 before.__code__ = after.__code__
                 count += 1
     return count
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    """Names that code, and code within it, looks up in its module."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return found.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _functions(value: Any) -> list[FunctionType]:

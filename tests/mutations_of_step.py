@@ -14,6 +14,7 @@ _LOGPROBS = partial(Mutation, module="evenstep.train.logprobs")
 _RANKS = partial(Mutation, module="evenstep.train.distributed")
 _MOE = partial(Mutation, module="evenstep.train.moe")
 _STEP = partial(Mutation, module="evenstep.train.step")
+_EXECUTOR = partial(Mutation, module="evenstep.train.executor")
 _POLICY = partial(Mutation, module="evenstep.train.policy")
 _CRITIC = partial(Mutation, module="evenstep.train.critic")
 _PASSES = partial(Mutation, module="evenstep.train.passes")
@@ -272,21 +273,23 @@ ACROSS_RANKS: list[Mutation] = [
 ]
 
 STEP: list[Mutation] = [
-    _STEP(
+    _EXECUTOR(
         name="mean of means",
         why="[P1] Each micro-batch divides by its own trained tokens, and the step by their number.",
-        old="fn(cell, k == len(cells) - 1)",
+        old="        fn(cell, k == len(cells) - 1)",
         new=(
-            "fn(replace(cell, weights_N=torch.ones_like(cell.weights_N) / max(1, len(cell.weights_N)) / len(cells)), "
-            "k == len(cells) - 1)"
+            "        from dataclasses import replace\n"
+            "        own_N = torch.ones_like(cell.weights_N) / max(1, len(cell.weights_N)) / len(cells)\n"
+            "        fn(replace(cell, weights_N=own_N), k == len(cells) - 1)"
         ),
         killed_by=TEST_CASES + "test_p1_numbers[4-2]",
     ),
-    _STEP(
+    _EXECUTOR(
         name="mean of rank means",
         why="[P2] Each rank divides by its own trained tokens, and the step by the number of ranks.",
         old="    for k, indices in enumerate(cells):",
         new=(
+            "    from dataclasses import replace\n"
             "    num_own = sum(window.rows[index].num_trained_tokens for cell in cells for index in cell)\n"
             "    share = window.num_trained_tokens / max(1, num_own) / distributed.rank_and_size()[1]\n"
             "    window = replace(window, weights_R=window.weights_R * share)\n"
@@ -295,14 +298,14 @@ STEP: list[Mutation] = [
         killed_by=TEST_CASES + "test_p2_p4_p5_p14_numbers[replicated]",
         is_long=True,
     ),
-    _STEP(
+    _EXECUTOR(
         name="divided by K again",
         why="[P21] The loss of the window is divided by the number of micro-batches once more.",
         old="window.weights_R[list(indices)],",
         new="window.weights_R[list(indices)] / len(cells),",
         killed_by=TEST_CASES + "test_p21_weights_move_by_the_whole_step",
     ),
-    _STEP(
+    _EXECUTOR(
         name="micro-batch without trained tokens skipped",
         why="[P14, P4] A rank leaves out a micro-batch in which it has nothing to train.",
         old="        fn(cell, k == len(cells) - 1)",
@@ -310,7 +313,7 @@ STEP: list[Mutation] = [
         killed_by=TEST_CASES + "test_ranks_run_in_step[2-P14-sharded]",
         is_long=True,
     ),
-    _STEP(
+    _EXECUTOR(
         name="inert cells skipped",
         why="[P5] A rank without rows runs nothing.",
         old="    for k, indices in enumerate(cells):\n",
@@ -318,7 +321,7 @@ STEP: list[Mutation] = [
         killed_by=TEST_CASES + "test_ranks_run_in_step[4-P5-sharded]",
         is_long=True,
     ),
-    _STEP(
+    _EXECUTOR(
         name="weights in another order",
         why="[P8] Weights are given to a micro-batch in the caller's order, not in the plan's.",
         old="window.weights_R[list(indices)],",

@@ -31,15 +31,15 @@ def be_rank(folder: str, fault: Fault | None) -> None:
 def install(fault: Fault) -> None:
     import torch
 
-    from evenstep.train import step
+    from evenstep.train import executor, step
 
     if fault.kind == "lose_row":
-        collate: Any = step.collate
+        collate: Any = executor.collate
 
         def loses(rows: Any, weights: Any, **options: Any) -> Any:
             return collate(rows[:-1], weights[:-1], **options) if len(rows) > 1 else collate(rows, weights, **options)
 
-        step.collate = loses
+        executor.collate = loses
         return
     forward_backward: Any = step.Trainer.forward_backward
     calls = 0

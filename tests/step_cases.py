@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import evenstep.train
-import evenstep.train.step as step_module
+import evenstep.train.executor as executor_module
 from evenstep.plan import StepPlan
 from evenstep.plan.measure import PlanStats
 from evenstep.train.collate import Cell, collate
@@ -147,7 +147,7 @@ def dirty_fillers() -> Iterator[list[Cell]]:
         return cells[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "collate", dirty)
+        patch.setattr(executor_module, "collate", dirty)
         yield cells
 
 

@@ -19,7 +19,7 @@ from step_cases import whole
 
 import evenstep.train
 from evenstep import Row
-from evenstep.train import step as step_module
+from evenstep.train import executor as executor_module
 from evenstep.train.collate import Cell, collate
 
 # a block of the tower returns a view, which nobody changes in place
@@ -126,7 +126,7 @@ def without_blanks(rows: Sequence[Row], *args: Any, **settings: Any) -> Cell:
 
 def step_without_blanks() -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "collate", without_blanks)
+        patch.setattr(executor_module, "collate", without_blanks)
         return one_step("qwen2_vl", "packed", True, "one image")
 
 

@@ -50,7 +50,8 @@ from evenstep.train.metrics import METRIC_NAMES
 from evenstep.train.passes import WindowRows, credited, scored, ship
 from evenstep.train.run import run_training
 from evenstep.train.setup import Models, load_models
-from evenstep.train.step import Scorer, Trainer
+from evenstep.train.scorer import Scorer
+from evenstep.train.step import Trainer
 from evenstep.types import PER_TOKEN_FIELDS, Call, Group, Rollout, Row, Window
 from ranks import once, run_ranks
 from step_cases import whole

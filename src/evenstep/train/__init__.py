@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 # name -> module that defines it
 _LAZY = {
     "LOSSES": "evenstep.train.losses",
-    "Scorer": "evenstep.train.step",
+    "Scorer": "evenstep.train.scorer",
     "StepOptions": "evenstep.train.options",
     "StepOutcome": "evenstep.train.step",
     "StepResult": "evenstep.train.step",
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from evenstep.train.losses import TokenBatch as TokenBatch
     from evenstep.train.losses import ValueBatch as ValueBatch
     from evenstep.train.options import StepOptions as StepOptions
-    from evenstep.train.step import Scorer as Scorer
+    from evenstep.train.scorer import Scorer as Scorer
     from evenstep.train.step import StepOutcome as StepOutcome
     from evenstep.train.step import StepResult as StepResult
     from evenstep.train.step import Trainer as Trainer

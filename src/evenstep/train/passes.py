@@ -19,8 +19,8 @@ from evenstep.errors import CreditError
 from evenstep.rollout.call_tree import OnUndeclared
 from evenstep.rollout.segments import SegmentationReport, rows_and_report, segmentation_of
 from evenstep.train import distributed
+from evenstep.train.scorer import Scorer
 from evenstep.train.setup import Models
-from evenstep.train.step import Scorer
 from evenstep.train.window import PreparedWindow
 from evenstep.types import Float64Array, Rollout, Row, Window
 

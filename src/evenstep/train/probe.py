@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from evenstep.errors import EngineError
 from evenstep.rollout.in_process import cache_argument
 from evenstep.rollout.server import PROBE_TOKENS, Probe
-from evenstep.train.step import Scorer
+from evenstep.train.scorer import Scorer
 from evenstep.types import Row
 
 __all__ = ["check_probes", "probe_prompt"]

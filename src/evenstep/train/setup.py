@@ -19,7 +19,8 @@ from evenstep.train import distributed
 from evenstep.train.checkpoint import Trained, export, export_adapter
 from evenstep.train.lora import adapters_off, add_lora, is_lora
 from evenstep.train.models import load_critic, load_model, load_vision
-from evenstep.train.step import Scorer, Trainer, share_layouts
+from evenstep.train.scorer import Scorer, share_layouts
+from evenstep.train.step import Trainer
 
 __all__ = ["Models", "load_models"]
 

@@ -19,7 +19,7 @@ from transformers import BloomConfig, BloomForCausalLM, Qwen3Config, Qwen3ForCau
 from evenstep.errors import ConfigError
 from evenstep.plan import CostModel
 from evenstep.train import Trainer
-from evenstep.train.step import share_layouts
+from evenstep.train.scorer import share_layouts
 from evenstep.types import Row
 
 NUM_IDS = 97
