@@ -10,7 +10,9 @@ from functools import partial
 from mutations import Mutation
 
 _ROUTING = partial(Mutation, module="evenstep.train.routing")
+_EXPERTS = partial(Mutation, module="evenstep.experts")
 _WINDOW = partial(Mutation, module="evenstep.train.window")
+_DRY_RUN = partial(Mutation, module="evenstep.dry_run.windows")
 _STEP = partial(Mutation, module="evenstep.train.step")
 _SEGMENTS = partial(Mutation, module="evenstep.rollout.segments")
 _CALLS = partial(Mutation, module="evenstep.rollout.calls")
@@ -55,12 +57,19 @@ ROUTING: list[Mutation] = [
         killed_by=TEST + "test_the_exact_step[gpt_oss-packed]",
         is_long=True,
     ),
-    _WINDOW(
+    _EXPERTS(
         name="nodes of equal ids",
         why="Tokens with equal ids and other experts become one node of a trie.",
         old="reshape(experts_TX.shape) - UNKNOWN",
         new="reshape(experts_TX.shape) * 0",
         killed_by=TEST + "test_nodes_of_a_trie_have_one_record",
+    ),
+    _DRY_RUN(
+        name="a dry run that merges by ids",
+        why="A dry run counts nodes that training keeps apart as one.",
+        old="token_keys(token_ids, [rows.routed_experts[index] for index in indices])",
+        new="token_keys(token_ids, [None] * len(indices))",
+        killed_by="tests/unit/dry_run/test_dry_run.py::test_tokens_are_merged_as_in_training",
     ),
     _WINDOW(
         name="experts are no part of a window",

@@ -6,6 +6,7 @@ Shape letters: T tokens, L layers with experts, X experts per token, E experts o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,11 @@ import numpy.typing as npt
 
 from evenstep.errors import RowError
 
-__all__ = ["UNKNOWN", "RoutedExperts"]
+__all__ = ["UNKNOWN", "RoutedExperts", "token_keys"]
 
 UNKNOWN = -1  # in the place of an expert that nobody recorded
 _STORED = np.dtype("<i2")  # the same bytes on every machine
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +121,32 @@ class RoutedExperts:
         [[[1]], [[0]]]
         """
         return RoutedExperts.of(self.experts_TLX[start:stop])
+
+
+def token_keys(token_ids_R: Sequence[Int64Array], experts_R: Sequence[RoutedExperts | None]) -> list[Int64Array]:
+    """[R][T] A number for all that two tokens at one position must have equal to be one node of a prefix trie.
+
+    That is the token id and, where rows carry experts (all of one shape), the experts that it goes to. Numbers are in
+    the order of the ids, those of one id in the order of their experts, so that they do not depend on the order of the
+    rows.
+
+    >>> experts = [RoutedExperts.of([[[e]], [[0]]]) for e in (2, 1, 2)]
+    >>> [key.tolist() for key in token_keys([np.array([7, 8])] * 3, experts)]
+    [[1, 2], [0, 2], [1, 2]]
+    """
+    shapes = {experts.shape[1:] for experts in experts_R if experts is not None}
+    if not shapes:
+        return list(token_ids_R)
+    ((num_layers, num_experts),) = shapes
+    parts: list[npt.NDArray[np.uint8]] = []
+    for ids_T, experts in zip(token_ids_R, experts_R, strict=True):
+        ids_T8 = ids_T.astype(">i8").view(np.uint8).reshape(-1, 8)
+        experts_TX = np.zeros((ids_T.size, num_layers * num_experts), dtype=">i2")
+        if experts is not None:
+            experts_TX[:] = experts.experts_TLX.reshape(experts_TX.shape) - UNKNOWN
+        parts.append(np.concatenate([ids_T8, experts_TX.view(np.uint8)], axis=1))
+    # a token's bytes as one value, which compares like the numbers that it is made of
+    tokens_N = np.ascontiguousarray(np.concatenate(parts))
+    tokens_N = tokens_N.view(f"V{tokens_N.shape[1]}")[:, 0]
+    keys_N = np.unique(tokens_N, return_inverse=True)[1].astype(np.int64)
+    return np.split(keys_N, np.cumsum([ids_T.size for ids_T in token_ids_R])[:-1])

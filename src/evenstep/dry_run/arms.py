@@ -115,7 +115,10 @@ def public_planners(layout: Layout) -> Mapping[str, PublicPlanner]:
 def plan_of(arm: Arm, rules: Rules, lengths_R: Int64Array, prefixes: SharedPrefixes | None) -> StepPlan:
     """evenstep's plan of one window; ``prefixes`` are used by layout ``tree`` alone."""
     if arm.layout == "tree" and prefixes is None:
-        raise PlanError("layout 'tree' needs the rows' token ids, found lengths alone; leave it out, or dump the ids")
+        raise PlanError(
+            "layout 'tree' needs the rows' token ids, found lengths alone, or images, whose tokens it does not share; "
+            "leave it out, or dump the ids"
+        )
     return plan_step(
         lengths_R,
         num_ranks=arm.num_ranks,

@@ -115,6 +115,7 @@ class DryRun:
                 "max": int(lengths.max()),
             },
             "num_approximate": rows.num_approximate,
+            "num_with_experts": rows.num_with_experts,
             "num_skipped": len(rows.skipped),
             "skipped": [{"where": line.where, "problem": line.problem} for line in rows.skipped],
             "notes": list(rows.notes),
@@ -164,7 +165,7 @@ def dry_run(source: str, rows: ImportedRows, question: Question, *, run: Path | 
         if budget < 2:
             raise PlanError(f"--sweep must name budgets of at least 2 tokens, found {budget}; raise it")
     arms = make_arms(
-        layouts=question.layouts or tuple(name for name in LAYOUTS if name != "tree" or rows.token_ids is not None),
+        layouts=question.layouts or tuple(name for name in LAYOUTS if name != "tree" or not rows.num_without_ids),
         ranks=ranks or (8,),
         budgets=lambda count: budgets or default_budgets(rows.lengths_R, chosen, count),
         longest=max(int(rows.lengths_R[window.rows].max()) for window in chosen),

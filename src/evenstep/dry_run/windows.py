@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evenstep.errors import PlanError
+from evenstep.experts import token_keys
 from evenstep.imports import ImportedRows
 from evenstep.plan.prefixes import SharedPrefixes, shared_prefixes
 from evenstep.types import Int64Array
@@ -82,7 +83,12 @@ def evenly_spaced(windows: Sequence[PlanWindow], most: int) -> list[PlanWindow]:
 
 
 def with_prefixes(window: PlanWindow, rows: ImportedRows) -> PlanWindow:
-    """The window with what its rows share, where the file had their token ids."""
+    """The window with what its rows share, by the keys that training merges by, where the file had their token ids."""
     if rows.token_ids is None:
         return window
-    return replace(window, prefixes=shared_prefixes([rows.token_ids[index] for index in window.rows.tolist()]))
+    indices = window.rows.tolist()
+    token_ids = [rows.token_ids[index].astype(np.int64) for index in indices]
+    if not all(ids.size for ids in token_ids):
+        return window
+    keys = token_keys(token_ids, [rows.routed_experts[index] for index in indices])
+    return replace(window, prefixes=shared_prefixes(keys))

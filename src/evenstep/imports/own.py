@@ -55,6 +55,7 @@ def own_reader(file_name: str) -> Callable[[bytes], Iterator[FoundRow | str]]:
                 group_id=row.group_id,
                 num_trained=sum(row.loss_mask),
                 token_ids=row.token_ids,
+                routed_experts=None if row.routed_experts is None else row.routed_experts.to_experts(),
             )
         elif kind == "lengths":
             lengths = LengthsLine.parse(text)
@@ -80,7 +81,7 @@ def _require_new(name: str, value: str, seen: set[str]) -> None:
 
 
 def _rows_of_rollout(
-    rollout: Rollout, step: int | None, on_undeclared: OnUndeclared = "segment"
+    rollout: Rollout, step: int | None, on_undeclared: OnUndeclared = "segment", *, is_replayed: bool = True
 ) -> Iterator[FoundRow | str]:
     if not rollout.is_voter:
         yield "failed or masked rollouts, which have no rows"
@@ -90,6 +91,8 @@ def _rows_of_rollout(
     except SegmentationError as error:
         raise LineError("calls", str(error)) from None
     for segment in segments:
+        if segment.routed_experts is not None and not is_replayed:
+            yield "rows have routed experts that the run did not replay, so these"
         yield FoundRow(
             length=segment.num_tokens + sum(image.num_patches for image in segment.media),
             rollout_id=rollout.rollout_id,
@@ -97,6 +100,7 @@ def _rows_of_rollout(
             step=step,
             num_trained=segment.num_trained_tokens,
             token_ids=None if segment.media else segment.token_ids,  # no layout shares the tokens of images
+            routed_experts=segment.routed_experts if is_replayed else None,
         )
 
 
@@ -115,6 +119,7 @@ def read_run(folder: Path, columns: RowColumns) -> None:
         train = config["train"]
         per_window, per_collection = int(train["rollouts_per_window"]), int(train.get("windows_per_collection", 1))
         is_masked = config.get("rollout", {}).get("truncated") == "mask"
+        is_replayed = train.get("routing_replay") != "off"
         # a run that refuses undeclared breaks has trained none
         on_undeclared = "realign" if config.get("rollout", {}).get("on_undeclared") == "realign" else "segment"
     except (KeyError, TypeError, ValueError):
@@ -144,7 +149,7 @@ def read_run(folder: Path, columns: RowColumns) -> None:
             for rollout, at in rollouts:
                 if is_masked and rollout.status == "truncated":
                     continue
-                for row in _rows_of_rollout(rollout, window, on_undeclared):
+                for row in _rows_of_rollout(rollout, window, on_undeclared, is_replayed=is_replayed):
                     if isinstance(row, str):
                         columns.note(row)
                     else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from evenstep.errors import FileFormatError
+from evenstep.experts import RoutedExperts
 from evenstep.file_lines import LineError
 from evenstep.types import Int64Array
 
@@ -17,6 +17,7 @@ __all__ = ["MAX_ROW_TOKENS", "FoundRow", "ImportedRows", "RowColumns", "SkippedL
 
 MAX_ROW_TOKENS = 2**31 - 1  # the planner's own limit
 MAX_KEPT_TOKENS = 50_000_000  # 200 MB of ids; beyond it only lengths are kept
+MAX_KEPT_EXPERT_BYTES = 2_000_000_000
 TokenIds = npt.NDArray[np.int32]
 
 
@@ -30,6 +31,7 @@ class FoundRow:
     step: int | None = None  # optimizer step of the trainer that wrote the file
     num_trained: int | None = None  # tokens that are trained
     token_ids: Sequence[int] | None = None  # [length]
+    routed_experts: RoutedExperts | None = None  # [length]
     is_approximate: bool = False  # the length was worked out from text
 
 
@@ -51,7 +53,8 @@ class ImportedRows:
     group_ids: tuple[str, ...] | None  # [R] None: the file names no groups
     steps_R: Int64Array | None  # [R] optimizer step of the trainer that wrote the file
     num_trained_R: Int64Array | None
-    token_ids: tuple[TokenIds, ...] | None  # [R][T] where every row has them and they were asked for
+    token_ids: tuple[TokenIds, ...] | None  # [R][T] where they were asked for and rows have them; [R][0] of one without
+    routed_experts: tuple[RoutedExperts | None, ...]  # [R][T] beside token ids that were kept
     lines: tuple[str, ...]  # [R] "file, line" of each row
     num_approximate: int  # rows whose lengths were worked out from text
     skipped: tuple[SkippedLine, ...]
@@ -60,6 +63,16 @@ class ImportedRows:
     @property
     def num_rows(self) -> int:
         return int(self.lengths_R.size)
+
+    @property
+    def num_without_ids(self) -> int:
+        """Rows that layout ``tree`` cannot be planned with."""
+        return self.num_rows if self.token_ids is None else sum(ids.size == 0 for ids in self.token_ids)
+
+    @property
+    def num_with_experts(self) -> int:
+        """Rows that carry experts which keep their tokens apart in layout ``tree``."""
+        return sum(experts is not None for experts in self.routed_experts)
 
 
 @dataclass(slots=True)
@@ -81,33 +94,54 @@ class RowColumns:
     group_ids: list[str | None] = field(default_factory=list[str | None])
     steps: list[int | None] = field(default_factory=list[int | None])
     num_trained: list[int | None] = field(default_factory=list[int | None])
-    token_ids: list[TokenIds | None] = field(default_factory=list[TokenIds | None])
+    token_ids: list[TokenIds] = field(default_factory=list[TokenIds])
+    routed_experts: list[RoutedExperts | None] = field(default_factory=list[RoutedExperts | None])
     lines: list[str] = field(default_factory=list[str])
     skipped: list[SkippedLine] = field(default_factory=list[SkippedLine])
     notes: dict[str, int] = field(default_factory=dict[str, int])  # what was left out on purpose -> how often
     num_approximate: int = 0
     num_kept_tokens: int = 0
+    num_expert_bytes: int = 0
+    expert_shape: tuple[int, ...] | None = None  # layers with experts, experts per token
 
     def add(self, row: FoundRow, where: str) -> None:
         if not 1 <= row.length <= MAX_ROW_TOKENS:
             raise LineError(
                 "", f"a row must have between 1 and {MAX_ROW_TOKENS} tokens, found {row.length}; leave it out"
             )
+        if row.routed_experts is not None:
+            shape = row.routed_experts.shape[1:]
+            if self.expert_shape not in (None, shape):
+                raise LineError(
+                    "routed_experts",
+                    f"must have the layers with experts and experts per token that the rows before have "
+                    f"{self.expert_shape}, found {shape}; plan the rows of each model by themselves",
+                )
+            self.expert_shape = shape
         self.lengths.append(row.length)
         self.rollout_ids.append(row.rollout_id)
         self.group_ids.append(row.group_id)
         self.steps.append(row.step)
         self.num_trained.append(row.num_trained)
-        keeps = self.keep_token_ids and row.token_ids is not None
-        self.num_kept_tokens += row.length if keeps else 0
-        if self.num_kept_tokens > MAX_KEPT_TOKENS:
-            self.keep_token_ids = keeps = False
-            self.token_ids = [None] * len(self.token_ids)
-            self.note("tokens are the most whose ids are kept, so layout tree", MAX_KEPT_TOKENS)
-            self.num_kept_tokens = 0
-        self.token_ids.append(np.array(row.token_ids, dtype=np.int32) if keeps else None)
+        kept = row.token_ids if self.keep_token_ids else None
+        self.token_ids.append(np.array(kept or (), dtype=np.int32))
+        self.routed_experts.append(row.routed_experts if kept else None)
+        if kept:
+            self.num_kept_tokens += row.length
+            self.num_expert_bytes += 0 if row.routed_experts is None else len(row.routed_experts.data)
+            if self.num_kept_tokens > MAX_KEPT_TOKENS:
+                self._forget_ids("tokens are the most whose ids", MAX_KEPT_TOKENS)
+            elif self.num_expert_bytes > MAX_KEPT_EXPERT_BYTES:
+                self._forget_ids("bytes of routed experts are the most that", MAX_KEPT_EXPERT_BYTES)
         self.lines.append(where)
         self.num_approximate += row.is_approximate
+
+    def _forget_ids(self, what: str, most: int) -> None:
+        self.note(f"{what} are kept, so layout tree", most)
+        self.keep_token_ids = False
+        self.num_kept_tokens = 0
+        self.token_ids = [np.zeros(0, dtype=np.int32)] * len(self.token_ids)
+        self.routed_experts = [None] * len(self.routed_experts)
 
     def bad(self, where: str, problem: LineError) -> None:
         """A line that holds no row; raises unless such lines are to be skipped."""
@@ -136,7 +170,8 @@ class RowColumns:
             group_ids=_all_or_none(self.group_ids, self.rollout_ids),
             steps_R=_all_numbers(self.steps),
             num_trained_R=_all_numbers(self.num_trained),
-            token_ids=_whole(self.token_ids),
+            token_ids=tuple(self.token_ids) if self.num_kept_tokens else None,
+            routed_experts=tuple(self.routed_experts),
             lines=tuple(self.lines),
             num_approximate=self.num_approximate,
             skipped=tuple(self.skipped),
@@ -154,7 +189,3 @@ def _all_or_none(groups: list[str | None], rollouts: list[str | None]) -> tuple[
 def _all_numbers(values: Sequence[int | None]) -> Int64Array | None:
     kept = [value for value in values if value is not None]
     return np.array(kept, dtype=np.int64) if len(kept) == len(values) else None
-
-
-def _whole(arrays: Sequence[Any]) -> tuple[TokenIds, ...] | None:
-    return tuple(arrays) if arrays and all(array is not None for array in arrays) else None

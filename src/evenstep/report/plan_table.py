@@ -147,6 +147,17 @@ def _legend(run: DryRun) -> list[str]:
         + (" that fits" if run.question.model is not None else "")
         + ")",
     ]
+    if run.rows.token_ids is not None and run.rows.num_without_ids:
+        lines.append(
+            f"layout tree needs the token ids of all rows, and no images: {run.rows.num_without_ids:,} rows are without"
+        )
+    if any(result.arm.layout == "tree" and result.refused is None for result in run.results):
+        found = run.rows.num_with_experts
+        lines.append(
+            f"layout tree merges tokens of equal ids and equal experts: {found:,} rows carry routed experts"
+            if found
+            else "layout tree merges tokens of equal ids: no row carries routed experts that would keep them apart"
+        )
     if any(result.padding_efficiency > 1 for result in run.results):
         lines.append("padding above 100 %: in layout tree, tokens that rows begin with alike are taken once")
     if _over(run):

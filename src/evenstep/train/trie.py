@@ -58,7 +58,7 @@ def build_trie(keys: Sequence[Int64Array]) -> Trie:
     """Merge rows with equal beginnings.
 
     Args:
-        keys: see ``evenstep.train.window.prefix_keys``; a row may equal another one, or begin it.
+        keys: see ``evenstep.experts.token_keys``; a row may equal another one, or begin it.
     """
     shared = shared_prefixes(keys)
     index_R: list[Int64Array] = [np.zeros(0, dtype=np.int64)] * len(keys)

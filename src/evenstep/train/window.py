@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from evenstep.credit import count_window, row_weights
 from evenstep.errors import PlanError, RowError
-from evenstep.experts import UNKNOWN
+from evenstep.experts import token_keys
 from evenstep.media import VisionSpec
 from evenstep.plan import StepPlan, plan_cheapest, plan_step, shared_prefixes
 from evenstep.plan.choose import CHOICES
@@ -165,32 +164,8 @@ def prepare_window(
 
 
 def prefix_keys(rows: Sequence[Row]) -> list[Int64Array]:
-    """[R][T] A number for all that two tokens at one position must have equal to be one node of a prefix trie.
-
-    That is the token id and, where rows carry experts, the experts that it goes to. Numbers are in the order of the
-    ids, those of one id in the order of their experts, so that they do not depend on the order of the rows.
-
-    >>> fields = {"rollout_id": 0, "group_id": 0, "token_ids": [7, 8], "loss_mask": [0, 1]}
-    >>> rows = [Row(row_id=i, routed_experts=[[[e]], [[0]]], **fields) for i, e in enumerate((2, 1, 2))]
-    >>> [key.tolist() for key in prefix_keys(rows)]
-    [[1, 2], [0, 2], [1, 2]]
-    """
-    shapes = {row.routed_experts.shape[1:] for row in rows if row.routed_experts is not None}
-    if not shapes:
-        return [row.token_ids for row in rows]
-    ((num_layers, num_experts),) = shapes
-    parts: list[npt.NDArray[np.uint8]] = []
-    for row in rows:
-        ids_T8 = row.token_ids.astype(">i8").view(np.uint8).reshape(-1, 8)
-        experts_TX = np.zeros((row.num_tokens, num_layers * num_experts), dtype=">i2")
-        if row.routed_experts is not None:
-            experts_TX[:] = row.routed_experts.experts_TLX.reshape(experts_TX.shape) - UNKNOWN
-        parts.append(np.concatenate([ids_T8, experts_TX.view(np.uint8)], axis=1))
-    # a token's bytes as one value, which compares like the numbers that it is made of
-    tokens_N = np.ascontiguousarray(np.concatenate(parts))
-    tokens_N = tokens_N.view(f"V{tokens_N.shape[1]}")[:, 0]
-    keys_N = np.unique(tokens_N, return_inverse=True)[1].astype(np.int64)
-    return np.split(keys_N, np.cumsum([row.num_tokens for row in rows])[:-1])
+    """[R][T] The keys of rows that are merged into a prefix trie: see ``evenstep.experts.token_keys``."""
+    return token_keys([row.token_ids for row in rows], [row.routed_experts for row in rows])
 
 
 def _lengths(rows: Sequence[Row], layout: Layout, options: StepOptions, budget: int | None) -> list[int]:

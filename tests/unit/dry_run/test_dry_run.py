@@ -6,6 +6,8 @@
 4. The picture is valid XML with a bar for each row, hatched fillers and labels, and stays small for large plans.
 5. The trace has a lane for each rank, and lasts as long as the plan costs.
 6. The plan of a run's folder is measured as the run planned it.
+7. Layout tree merges tokens by what training merges them by: ids, and the experts that rows carry, unless the run did
+   not replay them. Without any it says so.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import itertools
 import json
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +28,11 @@ from evenstep.dry_run.estimate import DEVICES, Assumptions, read_shape
 from evenstep.dry_run.summary import Question, dry_run, labels_of
 from evenstep.dry_run.windows import PlanWindow, cut_windows, evenly_spaced
 from evenstep.errors import ConfigError, PlanError
+from evenstep.experts import UNKNOWN, RoutedExperts
 from evenstep.files import write_rollouts
 from evenstep.imports import import_rows
 from evenstep.imports.own import is_run_folder, recorded_plans
+from evenstep.media import Media
 from evenstep.plan import CostModel, plan_step, shared_prefixes
 from evenstep.plan.shape import PRESETS
 from evenstep.report.plan_picture import plan_svg
@@ -139,6 +145,73 @@ def test_tree_is_planned_where_ids_are(tmp_path: Path) -> None:
     assert (best.arm.layout, best.padding_efficiency) == ("tree", pytest.approx(200 / 60))
     without = dry_run("x", import_rows(path), question(ranks=(1,)))
     assert {result.arm.layout for result in without.results} == {"fixed", "padded", "packed"}
+
+
+def with_experts(group: int, index: int) -> Rollout:
+    """Of a group with equal prompts, which went to equal experts but in rollout 1, from its sixth token on."""
+    experts = np.zeros((25, 2, 1), dtype=np.int64)
+    experts[5:20], experts[24] = index == 1, UNKNOWN
+    call = Call(
+        order=0, prompt_ids=(7,) * 20, output_ids=(group, 1, 2, index, 3), logprobs=(-1.0,) * 5,
+        routed_experts=None if index == 3 else RoutedExperts.of(experts),
+    )  # fmt: skip
+    return Rollout(rollout_id=f"p{group}/g{index}", group_id=f"p{group}", prompt_id="t", reward=0.5, calls=(call,))
+
+
+def distinct(rollouts: Iterable[Rollout], *, has_experts: bool) -> int:
+    """Different beginnings of rows, in ids and experts."""
+    found: set[str] = set()
+    for rollout in rollouts:
+        (call,) = rollout.calls
+        ids = call.prompt_ids + call.output_ids
+        experts: list[Any] = [[[UNKNOWN], [UNKNOWN]]] * len(ids)
+        if has_experts and call.routed_experts is not None:
+            experts = call.routed_experts.experts_TLX.tolist()
+        found |= {str((ids[: t + 1], experts[: t + 1])) for t in range(len(ids))}
+    return len(found)
+
+
+def test_tokens_are_merged_as_in_training(tmp_path: Path) -> None:
+    rollouts = [with_experts(group, index) for group in (0, 1) for index in range(4)]
+    folder = tmp_path / "run"
+    (folder / "rollouts").mkdir(parents=True)
+    file = folder / "rollouts" / "collection_000000.jsonl.gz"
+    write_rollouts(file, rollouts)
+    record = {"collection": 0, "file": file.name, "groups": ["p0", "p1"], "first_window": 0}
+    write_lines(folder / "collections.jsonl", record)
+    asked = question(layouts=("tree",), ranks=(1,), budgets=(400,))
+
+    def nodes_of(path: Path) -> tuple[int, list[str], list[str]]:
+        rows = import_rows(path, keep_token_ids=True)
+        found = dry_run("x", rows, asked)
+        return found.results[0].windows[0].footprint, plain_lines(found), list(rows.notes)
+
+    by_both, by_ids = distinct(rollouts, has_experts=True), distinct(rollouts, has_experts=False)
+    assert by_both > by_ids + 30
+    nodes, lines, _ = nodes_of(file)
+    assert nodes == by_both
+    assert "layout tree merges tokens of equal ids and equal experts: 6 rows carry routed experts" in lines
+    for replay, expected in (("recorded", by_both), ("required", by_both), ("off", by_ids)):
+        (folder / "config.toml").write_text(f'[train]\nrollouts_per_window = 8\nrouting_replay = "{replay}"\n')
+        nodes, lines, notes = nodes_of(folder)
+        assert nodes == expected
+        assert notes == ["6 rows have routed experts that the run did not replay, so these"][: replay == "off"]
+    assert "layout tree merges tokens of equal ids: no row carries routed experts that would keep them apart" in lines
+
+
+def test_a_window_without_images_is_a_tree_beside_one_with(tmp_path: Path) -> None:
+    image = Media(start=1, num_tokens=1, grid=(1, 2, 2), pixels=np.zeros((4, 3), dtype=np.float32))
+    seen = Call(order=0, prompt_ids=(7, 9), output_ids=(1,), logprobs=(-1.0,), media=(image,))
+    rollouts = [with_experts(0, 0), with_experts(0, 2), replace(with_experts(1, 0), calls=(seen,))]
+    write_rollouts(tmp_path / "x.jsonl", rollouts)
+    rows = import_rows(tmp_path / "x.jsonl", keep_token_ids=True)
+    found = dry_run("x", rows, question(rollouts_per_window=2))
+    assert [window.prefixes is None for window in found.windows] == [False, True]
+    assert {result.arm.layout for result in found.results} == {"fixed", "padded", "packed"}
+    assert "layout tree needs the token ids of all rows, and no images: 1 rows are without" in plain_lines(found)
+    refused = dry_run("x", rows, question(layouts=("tree",), rollouts_per_window=2)).results[0].refused
+    assert refused is not None
+    assert "or images, whose tokens it does not share" in refused
 
 
 # ------------------------------------------------------------------------------------------------ estimates

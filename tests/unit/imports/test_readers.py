@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from evenstep.errors import FileFormatError
+from evenstep.experts import RoutedExperts
 from evenstep.files import RowLengths, RowRecord, write_lengths, write_rollouts, write_rows
 from evenstep.imports import FORMATS, import_rows
 from evenstep.imports import rows as rows_module
@@ -430,6 +431,28 @@ def test_ids_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.token_ids is None
     assert found.num_rows == 3
     assert "layout tree" in found.notes[0]
+
+
+def test_experts_are_kept_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(name: str, *experts: list[list[int]]) -> RowRecord:
+        fields: dict[str, Any] = {"rollout_id": name, "group_id": "g", "reward": 0.0, "logprobs": (0.0, -1.0)}
+        fields |= {"token_ids": (5, 6), "loss_mask": (0, 1)}
+        return RowRecord(row_id=name, routed_experts=RoutedExperts.of(experts) if experts else None, **fields)
+
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, [record("a", [[1]], [[2]]), record("b")])
+    found = import_rows(path, keep_token_ids=True)
+    assert found.num_with_experts == 1
+    assert found.routed_experts == (RoutedExperts.of([[[1]], [[2]]]), None)
+    assert import_rows(path).routed_experts == (None, None)
+    write_rows(path, [record("a", [[1]], [[2]]), record("b", [[1], [0]], [[2], [0]])])
+    with pytest.raises(FileFormatError, match=r"line 2, field `routed_experts`: .* have \(1, 1\), found \(2, 1\)"):
+        import_rows(path, keep_token_ids=True)
+    write_rows(path, [record("a", [[1]], [[2]]), record("b")])
+    monkeypatch.setattr(rows_module, "MAX_KEPT_EXPERT_BYTES", 3)
+    found = import_rows(path, keep_token_ids=True)
+    assert (found.token_ids, found.routed_experts) == (None, (None, None))
+    assert found.notes == ("3 bytes of routed experts are the most that are kept, so layout tree",)
 
 
 def test_every_format_has_a_case() -> None:
