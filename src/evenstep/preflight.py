@@ -25,16 +25,20 @@ from evenstep.model_files import (
 __all__ = [
     "check_command",
     "check_engine",
+    "check_extra",
     "check_model",
-    "check_packages",
     "check_ranks",
     "check_run_folder",
-    "check_serve_packages",
     "preflight",
 ]
 
-TRAIN_PACKAGES = ("torch", "transformers", "safetensors")
-SERVE_PACKAGES = ("fastapi", "uvicorn")
+# extra -> what needs it, and the packages that it brings
+EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "train": ("training", ("torch", "transformers", "safetensors")),
+    "lora": ("lora.rank", ("peft",)),
+    "engines": ("generating on servers", ("httpx2",)),
+    "serve": ("serving the OpenAI API", ("fastapi", "uvicorn")),
+}
 
 # Keys that may differ between a run and its continuation: they change what is kept, shown and fits into memory, and the
 # step only by rounding.
@@ -51,9 +55,9 @@ def preflight(config: Config, *, ranks: int | None = None, resume: bool = False)
     Raises:
         ConfigError: names the key, the value and the fix.
     """
-    check_packages()
-    if config.lora.rank and importlib.util.find_spec("peft") is None:
-        raise ConfigError("lora.rank needs the extra 'lora', found no peft; run: pip install 'evenstep[lora]'")
+    check_extra("train")
+    if config.lora.rank:
+        check_extra("lora")
     if config.agent.kind == "command":
         check_command(config.agent.command[0])
     if ranks is not None:
@@ -63,42 +67,17 @@ def preflight(config: Config, *, ranks: int | None = None, resume: bool = False)
     check_run_folder(config, resume=resume)
 
 
-def check_packages() -> None:
-    """Refuse to train where the packages of the extra ``train`` are not installed.
+def check_extra(name: str) -> None:
+    """Refuse what needs an extra of evenstep where the packages of it are not installed.
 
     Raises:
         ConfigError: names the missing ones and the command that installs them.
     """
-    missing = [name for name in TRAIN_PACKAGES if importlib.util.find_spec(name) is None]
+    what, packages = EXTRAS[name]
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(
-            f"training needs the extra 'train', found no {', '.join(missing)}; run: pip install 'evenstep[train]'"
-        )
-
-
-def check_serve_packages() -> None:
-    """Refuse to serve where the packages of the extra ``serve`` are not installed.
-
-    Raises:
-        ConfigError: names the missing ones and the command that installs them.
-    """
-    missing = [name for name in SERVE_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"serving the OpenAI API needs the extra 'serve', found no {', '.join(missing)}; run: pip install "
-            f"'evenstep[serve]'"
-        )
-
-
-def check_engine_packages() -> None:
-    """Refuse to ask servers where the package of the extra ``engines`` is not installed.
-
-    Raises:
-        ConfigError: names it and the command that installs it.
-    """
-    if importlib.util.find_spec("httpx2") is None:
-        raise ConfigError(
-            "engines on servers need the extra 'engines', found no httpx2; run: pip install 'evenstep[engines]'"
+            f"{what} needs the extra {name!r}, found no {', '.join(missing)}; run: pip install 'evenstep[{name}]'"
         )
 
 
@@ -108,7 +87,7 @@ def check_command(program: str) -> None:
     Raises:
         ConfigError: there is no such program, or the packages that serve it are missing.
     """
-    check_serve_packages()
+    check_extra("serve")
     if shutil.which(program) is None:
         raise ConfigError(
             f"agent.command must begin with a program that can be started, found {program!r}; give its path, or put it "
@@ -125,7 +104,7 @@ def check_engine(config: Config) -> None:
     engine = config.engine
     if not engine.is_server:
         return
-    check_engine_packages()
+    check_extra("engines")
     variable = engine.api_key_variable
     if variable is not None and not os.environ.get(variable):
         raise ConfigError(

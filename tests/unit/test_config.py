@@ -31,7 +31,7 @@ from evenstep.config import ELSEWHERE, Config, load_config, parse_override
 from evenstep.config_schema import known_keys
 from evenstep.errors import ConfigError
 from evenstep.model_files import model_settings
-from evenstep.preflight import check_model, check_packages, check_ranks, check_run_folder, preflight
+from evenstep.preflight import EXTRAS, check_extra, check_model, check_ranks, check_run_folder, preflight
 
 ROOT = Path(__file__).parents[2]
 BASE: dict[str, dict[str, Any]] = {
@@ -381,9 +381,9 @@ def test_options_become_the_component_s_own_dataclass(base: Path) -> None:
 
 
 def test_missing_packages_are_named_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenstep.preflight.TRAIN_PACKAGES", ("json", "no_such_package"))
+    monkeypatch.setitem(EXTRAS, "train", ("training", ("json", "no_such_package")))
     with pytest.raises(ConfigError, match=r"found no no_such_package; run: pip install 'evenstep\[train\]'"):
-        check_packages()
+        check_extra("train")
 
 
 def config_for(tmp_path: Path, model: Path, *overrides: str) -> Config:

@@ -97,14 +97,14 @@ def replay(
     """
     with short_errors(debug=debug):
         from evenstep.errors import ConfigError
-        from evenstep.preflight import check_model, check_packages, check_ranks
+        from evenstep.preflight import check_extra, check_model, check_ranks
         from evenstep.replay.recorded import is_run_folder
         from evenstep.replay.session import ReplayOptions, ReplayStopped, write_result
         from evenstep.replay.session import replay as run_replay
         from evenstep.replay.show import make_progress, print_result
 
         config = _config(source, configs or [], overrides or [], model)
-        check_packages()
+        check_extra("train")
         if ranks is not None:
             check_ranks(ranks)
         check_model(config)

@@ -119,11 +119,11 @@ def serve(
         from evenstep.errors import ConfigError
         from evenstep.model_files import max_context_tokens as most_of
         from evenstep.model_files import model_settings
-        from evenstep.preflight import check_packages, check_serve_packages
+        from evenstep.preflight import check_extra
         from evenstep.rollout.call_tree import OnUndeclared
 
-        check_serve_packages()
-        check_packages()
+        check_extra("serve")
+        check_extra("train")
         if on_undeclared not in get_args(OnUndeclared):
             raise ConfigError(
                 f"--on-undeclared must be one of {', '.join(get_args(OnUndeclared))}, found {on_undeclared!r}"
@@ -224,7 +224,7 @@ def _engine_urls(urls: list[str], kind: str) -> tuple[str, ...]:
     from urllib.parse import urlsplit
 
     from evenstep.errors import ConfigError
-    from evenstep.preflight import check_engine_packages
+    from evenstep.preflight import check_extra
 
     if kind not in ("vllm", "sglang"):
         raise ConfigError(f"--engine-kind must be vllm or sglang, found {kind!r}")
@@ -241,7 +241,7 @@ def _engine_urls(urls: list[str], kind: str) -> tuple[str, ...]:
     if len(set(urls)) < len(urls):
         raise ConfigError(f"--engine-url must name each server once, found {' '.join(urls)}")
     if urls:
-        check_engine_packages()
+        check_extra("engines")
     return tuple(urls)
 
 

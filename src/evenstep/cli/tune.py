@@ -51,14 +51,14 @@ def tune(
     """
     with short_errors(debug=debug):
         from evenstep.config import load_config
-        from evenstep.preflight import check_model, check_packages, check_ranks
+        from evenstep.preflight import check_extra, check_model, check_ranks
         from evenstep.replay.session import ReplayStopped, write_result
         from evenstep.tune.session import TuneOptions, machine_memory_bytes, overlay, parse_bytes
         from evenstep.tune.session import tune as run_tune
 
         config = load_config(configs, [*(overrides or []), f"plan.max_tokens_per_gpu={PLACEHOLDER}"])
         limit = None if memory is None else parse_bytes(memory)
-        check_packages()
+        check_extra("train")
         if ranks is not None:
             check_ranks(ranks)
         check_model(config)

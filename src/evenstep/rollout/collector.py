@@ -74,7 +74,7 @@ def group_slots(
 
 
 def slots_of(
-    *, collection: int, num_prompts: int, num_generations: int, num_tasks: int | None = None, attempt: int = 0
+    *, collection: int, num_prompts: int, num_generations: int, num_tasks: int | None = None
 ) -> tuple[Slot, ...]:
     """[P · G] The slots of a collection, group by group.
 
@@ -88,7 +88,7 @@ def slots_of(
             collection=collection,
             occurrence=occurrence,
             num_generations=num_generations,
-            attempt=attempt,
+            attempt=0,
             task_index=task_index if num_tasks is None else task_index % num_tasks,
             first_index=len(slots),
         )
@@ -144,10 +144,10 @@ async def generate_rollouts(
         EngineError: a call cannot be served.
     """
     if batch_rollouts < 1:
-        raise ConfigError(f"rollout.batch_rollouts must be at least 1, found {batch_rollouts}")
+        raise ConfigError(f"rollout.generation_batch_rollouts must be at least 1, found {batch_rollouts}")
     if options.max_context_tokens > engine.max_context_tokens:
         raise ConfigError(
-            f"rollout.max_context_tokens = {options.max_context_tokens} is more than the engine's "
+            f"model.max_context_tokens = {options.max_context_tokens} is more than the engine's "
             f"{engine.max_context_tokens}; lower it, or use a model with a longer context"
         )
     starts = range(rank * batch_rollouts, len(slots), num_ranks * batch_rollouts)

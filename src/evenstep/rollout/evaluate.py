@@ -1,22 +1,16 @@
-"""Held-out evaluation: greedy rollouts of fixed tasks, their mean reward by length, and the floor beneath it."""
+"""Held-out evaluation: what greedy rollouts of fixed tasks scored, by length, and the floor beneath it."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from evenstep.errors import CollectionError
-from evenstep.rollout.agent import AgentOptions
-from evenstep.rollout.chat import ChatRenderer
-from evenstep.rollout.collector import Player, generate_rollouts, slots_of
-from evenstep.rollout.compaction import Compaction
-from evenstep.rollout.engine import Engine
-from evenstep.rollout.environment import TaskSource
 from evenstep.types import Rollout
 
-__all__ = ["LONG_SEGMENTS", "Evaluation", "Share", "evaluate", "evaluation_of"]
+__all__ = ["LONG_SEGMENTS", "Evaluation", "Share", "evaluation_of"]
 
 LONG_SEGMENTS = 3  # from so many segments on a rollout counts as long
 
@@ -111,38 +105,4 @@ def _share(rollouts: Sequence[Rollout]) -> Share:
         num_rollouts=len(rollouts),
         reward_mean=sum(rewards) / len(rewards),
         floor=max(answers.values()) / len(rollouts) if has_floor else None,
-    )
-
-
-async def evaluate(
-    *,
-    num_tasks: int,
-    tasks: TaskSource,
-    engine: Engine,
-    renderer: ChatRenderer,
-    compaction: Compaction,
-    options: AgentOptions,
-    batch_rollouts: int,
-    rank: int = 0,
-    num_ranks: int = 1,
-    player: Player | None = None,
-    on_done: Callable[[Rollout], None] | None = None,
-) -> list[Rollout]:
-    """This rank's share of one greedy rollout of each of the first ``num_tasks`` tasks; see ``generate_rollouts``.
-
-    Gather the rollouts of all ranks and give them to ``evaluation_of``: a mean over ranks is not a mean over rollouts.
-    """
-    return await generate_rollouts(
-        slots_of(collection=0, num_prompts=num_tasks, num_generations=1),
-        tasks=tasks,
-        engine=engine,
-        renderer=renderer,
-        compaction=compaction,
-        options=replace(options, temperature=0.0),
-        run_seed=0,  # greedy rollouts draw nothing
-        batch_rollouts=batch_rollouts,
-        rank=rank,
-        num_ranks=num_ranks,
-        player=player,
-        on_done=on_done,
     )

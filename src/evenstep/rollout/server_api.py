@@ -150,19 +150,10 @@ class VllmApi:
         timeout_s: float,
     ) -> Answer:
         parameters = {
+            **_distribution(sampling, stop_token_ids),
             "max_tokens": max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            # a model's own generation_config.json may ask for others
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "seed": sampling.seed,
             "logprobs": 0,
-            "stop_token_ids": list(stop_token_ids),
-            "ignore_eos": True,  # the ids to stop at are those above, whatever the server's files call the eos
         }
         if facts.stamps_answers:
             path = IDS_PATH
@@ -280,16 +271,8 @@ class SglangApi:
         timeout_s: float,
     ) -> Answer:
         parameters = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **_distribution(sampling, stop_token_ids),
             "max_new_tokens": max_tokens,
-            "stop_token_ids": list(stop_token_ids),
-            "ignore_eos": True,
             "sampling_seed": sampling.seed,
         }
         body = {
@@ -360,6 +343,22 @@ class SglangApi:
 
 APIS: Mapping[str, Callable[[], ServerApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 RETURN_EXPERTS: Mapping[str, Callable[[tuple[int, int]], ServerApi]] = {"sglang": SglangApi}
+
+
+def _distribution(sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    """What both kinds of server call by the same names: the distribution to sample from, and where to stop."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        # a model's own generation_config.json may ask for others
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop_token_ids": list(stop_token_ids),
+        "ignore_eos": True,  # the ids to stop at are those above, whatever the server's files call the eos
+    }
 
 
 def _refuse_aborted(reason: Any) -> None:

@@ -29,7 +29,6 @@ from evenstep.serve.schemas import (
     NewRolloutBody,
     RejectBody,
     RewardBody,
-    SamplingBody,
 )
 from evenstep.types import BreakReason
 from evenstep.validation import dotted, promise
@@ -125,9 +124,7 @@ def _model_routes(registry: Registry, rollout_of: Callable[..., CapturedRollout]
     router = APIRouter()
     capture = registry.capture
 
-    async def answered(
-        request: Request, body: SamplingBody, rollout: CapturedRollout, call: Awaitable[list[Answer]]
-    ) -> list[Answer]:
+    async def answered(rollout: CapturedRollout, call: Awaitable[list[Answer]]) -> list[Answer]:
         started_s = time.monotonic()
         answers = await call
         first = answers[0].call
@@ -155,7 +152,7 @@ def _model_routes(registry: Registry, rollout_of: Callable[..., CapturedRollout]
         break_reason: BreakHeader = None,
     ) -> Response:
         call = rollout.chat(body, break_reason, request.is_disconnected)
-        answers = await answered(request, body, rollout, call)
+        answers = await answered(rollout, call)
         if body.stream:
             return _stream(chat_events(answers, body, capture))
         return JSONResponse(chat_response(answers, body, capture))
@@ -168,7 +165,7 @@ def _model_routes(registry: Registry, rollout_of: Callable[..., CapturedRollout]
         break_reason: BreakHeader = None,
     ) -> Response:
         call = rollout.complete(body, break_reason, request.is_disconnected)
-        answers = await answered(request, body, rollout, call)
+        answers = await answered(rollout, call)
         if body.stream:
             return _stream(completion_events(answers, body, capture))
         return JSONResponse(completion_response(answers, body, capture))

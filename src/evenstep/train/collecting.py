@@ -7,9 +7,8 @@ collection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,10 +18,10 @@ from evenstep.files import read_rollouts, write_rollouts
 from evenstep.rollout.agent import AgentOptions
 from evenstep.rollout.ahead import Ahead
 from evenstep.rollout.chat import ChatRenderer, ChatTokenizer
-from evenstep.rollout.collector import Player, Slot, generate_rollouts, windows_of
+from evenstep.rollout.collector import Player, Slot, generate_rollouts, slots_of, windows_of
 from evenstep.rollout.compaction import compaction_named
 from evenstep.rollout.environment import TaskSource
-from evenstep.rollout.evaluate import evaluate, evaluation_of
+from evenstep.rollout.evaluate import evaluation_of
 from evenstep.rollout.refill import CollectionBuilder, RefillOptions
 from evenstep.train import distributed
 from evenstep.train.engines import policy_engine
@@ -166,20 +165,9 @@ class Collector:
         num_tasks = options.num_tasks if tasks.num_tasks is None else min(options.num_tasks, tasks.num_tasks)
         if num_tasks == 0:
             return None
-        work = partial(
-            evaluate,
-            num_tasks=num_tasks,
-            tasks=tasks,
-            engine=self._source.engine,
-            renderer=self._renderer,
-            compaction=self._compaction,
-            options=self._agent_options,
-            batch_rollouts=self._source.rollouts_at_once,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            player=self._player,
-        )
-        parts = distributed.gather(asyncio.run(self._share(work)))
+        slots = slots_of(collection=0, num_prompts=num_tasks, num_generations=1)
+        greedy = replace(self._agent_options, temperature=0.0)  # which draws nothing, whatever the seed
+        parts = distributed.gather(asyncio.run(self._share(slots, tasks, greedy, run_seed=0)))
         _raise_first(distributed.broadcast([part.error for part in parts or () if part.error is not None]))
         if parts is None:
             return None
@@ -241,28 +229,29 @@ class Collector:
         return _Ahead(slots, self._generation)
 
     async def _generate(self, slots: Sequence[Slot]) -> _Share:
-        work = partial(
-            generate_rollouts,
+        run_seed = self._config.run.seed
+        return await self._share(slots, self._tasks("train", run_seed), self._agent_options, run_seed=run_seed)
+
+    async def _share(self, slots: Sequence[Slot], tasks: TaskSource, options: AgentOptions, *, run_seed: int) -> _Share:
+        """Do this rank's work. With servers, which may go away, what is finished by then is kept; in this process
+        whole generation batches are made again, so that they come out the same."""
+        done: list[Rollout] = []
+        work = generate_rollouts(
             slots,
-            tasks=self._tasks("train", self._config.run.seed),
+            tasks=tasks,
             engine=self._source.engine,
             renderer=self._renderer,
             compaction=self._compaction,
-            options=self._agent_options,
-            run_seed=self._config.run.seed,
+            options=options,
+            run_seed=run_seed,
             batch_rollouts=self._source.rollouts_at_once,
             rank=self._rank,
             num_ranks=self._num_ranks,
             player=self._player,
+            on_done=done.append,
         )
-        return await self._share(work)
-
-    async def _share(self, work: Callable[..., Awaitable[list[Rollout]]]) -> _Share:
-        """Do this rank's work. With servers, which may go away, what is finished by then is kept; in this process
-        whole generation batches are made again, so that they come out the same."""
-        done: list[Rollout] = []
         try:
-            return _Share(await work(on_done=done.append))
+            return _Share(await work)
         except EngineError as error:
             if not self._config.engine.is_server:
                 raise

@@ -21,9 +21,9 @@ from evenstep.errors import ConfigError
 from evenstep.model_files import model_folder
 from evenstep.rollout.agent import AgentOptions
 from evenstep.rollout.chat import ChatRenderer
+from evenstep.rollout.collector import generate_rollouts, slots_of
 from evenstep.rollout.compaction import Summary
 from evenstep.rollout.environment import SPLITS, Episode, TaskSource, environment_named
-from evenstep.rollout.evaluate import evaluate
 from evenstep.rollout.ledger import Ledger, LedgerOptions, LedgerTask, make_task
 
 TASK = LedgerTask(account="c", pages=(("a4", "c7"), ("b1", "d2"), ("e5",)), page_of_answer=0)
@@ -141,13 +141,14 @@ def test_the_shipped_policy_plays_rollouts_of_one_to_five_segments():
     renderer = ChatRenderer(tokenizer)
     engine = InProcessEngine(model, eos_token_ids=renderer.stop_token_ids, max_context_tokens=64)
     rollouts = asyncio.run(
-        evaluate(
-            num_tasks=60,
+        generate_rollouts(
+            slots_of(collection=0, num_prompts=60, num_generations=1),
             tasks=TaskSource(name="ledger", options=LedgerOptions(), seed=9, split="heldout"),
             engine=engine,
             renderer=renderer,
             compaction=Summary(),
-            options=AgentOptions(max_context_tokens=64),
+            options=AgentOptions(max_context_tokens=64, temperature=0.0),
+            run_seed=0,
             batch_rollouts=60,
         )
     )
