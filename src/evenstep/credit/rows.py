@@ -147,9 +147,13 @@ def _spread(row: Row, values_M: Float64Array) -> Float64Array:
 
 def _refuse_forks(rollout: Rollout) -> None:
     previous: int | None = None
+    kept: dict[int, int | None] = {}  # order of a call -> itself or, where it was rejected, the call that it continued
     for call in sorted(rollout.calls, key=lambda call: call.order):
-        is_apart = call.parent is not None and call.parent != previous
-        if is_apart or call.break_reason == "subagent":
+        parent = None if call.parent is None else kept.get(call.parent, call.parent)
+        kept[call.order] = parent if call.is_rejected else call.order
+        if call.is_rejected:
+            continue
+        if (parent is not None and parent != previous) or call.break_reason == "subagent":
             raise CreditError(
                 f"rollout {rollout.rollout_id!r}: call {call.order} continues call {call.parent}, not the one before "
                 f"it ({previous}); gae needs one order of tokens, so use an estimator by rollout where rollouts fork"

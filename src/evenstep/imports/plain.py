@@ -89,7 +89,7 @@ def read_csv(path: Path, columns: RowColumns, column: str | None) -> None:
 
     def lines() -> Iterator[str]:
         for at[0], text in numbered_lines(path):
-            yield text.decode("utf-8-sig", errors="replace")
+            yield text.decode(errors="replace")
 
     texts = lines()
     header = next(texts, None)

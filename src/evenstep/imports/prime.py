@@ -43,8 +43,9 @@ def looks_like_verifiers(values: Mapping[str, Any]) -> bool:
 def verifiers_rows(values: Mapping[str, Any], bytes_per_token: float) -> Iterator[FoundRow | str]:
     """One row for each branch of a trace, a path from a root to a leaf; a text says why one was left out.
 
-    Each node holds the tokens that it adds (``token_ids``, ``mask``). Traces without them are counted by what the
-    provider reported for the branch's last call, else by their text.
+    Each node holds the tokens that it adds (``token_ids``, ``mask``); where branches share a node, the one that goes on
+    with its first child trains it. Traces without them are counted by what the provider reported for the branch's last
+    call, else by their text.
     """
     agent = values.get("agent")
     if isinstance(agent, Mapping) and agent.get("trainable") is False:
@@ -55,20 +56,24 @@ def verifiers_rows(values: Mapping[str, Any], bytes_per_token: float) -> Iterato
     rejected = _rejected_attempts(nodes)
     has_child = {node["parent"] for node in nodes if node.get("parent") is not None}
     task = values.get("task")
-    for leaf in range(len(nodes)):
-        if leaf in has_child:
-            continue
+    leaves = [leaf for leaf in range(len(nodes)) if leaf not in has_child]
+    paths = {leaf: _path(nodes, leaf) for leaf in leaves if leaf not in rejected}
+    owner_of: dict[int, int] = {}  # node -> leaf of the branch that trains it
+    for path in sorted(paths.values()):
+        for at in path:
+            owner_of.setdefault(at, path[-1])
+    for leaf in leaves:
         if leaf in rejected:
             yield "attempts at compaction that the agent did not go on from left out"
             continue
-        path = _path(nodes, leaf)
+        path = paths[leaf]
         found: dict[str, Any] = {
             "rollout_id": optional_text(values, "id"),
             "group_id": optional_text(task, "key", "hash") if isinstance(task, Mapping) else None,
         }
         if has_ids:
             token_ids = [token for at in path for token in _ids_of(nodes[at], at)]
-            trained = sum(as_mask_of(nodes[at], at) for at in path)
+            trained = sum(as_mask_of(nodes[at], at) for at in path if owner_of[at] == leaf)
             yield FoundRow(length=len(token_ids), token_ids=token_ids, num_trained=trained, **found)
         else:
             reported = _reported(values.get("calls"), set(path))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,7 @@ class FoundRow:
     """One row as a reader found it; what the file does not say is None."""
 
     length: int  # tokens, and patches of images
-    rollout_id: str | None = None  # the row's rollout; None: the row is a rollout of its own
+    rollout_id: str | None = None  # the row's rollout; None: that of its line
     group_id: str | None = None
     step: int | None = None  # optimizer step of the trainer that wrote the file
     num_trained: int | None = None  # tokens that are trained
@@ -163,11 +163,12 @@ class RowColumns:
                 f"{source}: must hold at least one row, found {found}{first}{left_out}; check the file, or name its "
                 f"format with --format"
             )
+        rollouts = list(_rollout_of_each(self.rollout_ids, self.lines))
         return ImportedRows(
             format=format_name,
             lengths_R=np.array(self.lengths, dtype=np.int64),
-            rollout_ids=tuple(f"row {i}" if name is None else name for i, name in enumerate(self.rollout_ids)),
-            group_ids=_all_or_none(self.group_ids, self.rollout_ids),
+            rollout_ids=tuple(rollouts),
+            group_ids=_all_or_none(self.group_ids, rollouts),
             steps_R=_all_numbers(self.steps),
             num_trained_R=_all_numbers(self.num_trained),
             token_ids=tuple(self.token_ids) if self.num_kept_tokens else None,
@@ -179,11 +180,22 @@ class RowColumns:
         )
 
 
-def _all_or_none(groups: list[str | None], rollouts: list[str | None]) -> tuple[str, ...] | None:
-    """Group of each row, a group of its own where the file names none; None when it names none at all."""
+def _rollout_of_each(names: Sequence[str | None], lines: Sequence[str]) -> Iterator[str]:
+    """Rollout of each row; where the file names none, the rows of one line are one rollout."""
+    first = 0
+    for i, name in enumerate(names):
+        if lines[i] != lines[first]:
+            first = i
+        yield f"row {first}" if name is None else name
+
+
+def _all_or_none(groups: Sequence[str | None], rollouts: Sequence[str]) -> tuple[str, ...] | None:
+    """Group of each row, its rollout alone where the file names none; None when it names none at all."""
     if all(name is None for name in groups):
         return None
-    return tuple(name if name is not None else f"group of {rollouts[i] or f'row {i}'}" for i, name in enumerate(groups))
+    return tuple(
+        f"group of {rollout}" if name is None else name for name, rollout in zip(groups, rollouts, strict=True)
+    )
 
 
 def _all_numbers(values: Sequence[int | None]) -> Int64Array | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
@@ -45,12 +46,16 @@ def first_bytes(path: Path, count: int) -> bytes:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers; a gzip file that was cut off ends in a `LineError`."""
+    """Lines that are not blank, with their numbers, and without the mark that some editors put in front of UTF-8.
+
+    A gzip file that was cut off ends in a `LineError`.
+    """
     number = 0
     try:
         with _open(path) as stream:
             for text in stream:
                 number += 1
+                text = text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
                 if text.strip():
                     yield number, text
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ import torch
 from torch import Tensor
 
 from evenstep.config import Config, load_config
-from evenstep.credit import rollout_advantages
 from evenstep.errors import EvenstepError, StateError
 from evenstep.plan import StepPlan
 from evenstep.replay.spec import STEPS, Launch, Windows
@@ -161,8 +159,7 @@ class _Arm:
             found = _read_scored(path, found)
         else:  # nothing to score; old log-probs of the engine come from the rollouts
             found = scored(found, self.models, config) or found
-        advantages_of = partial(rollout_advantages, estimator=config.credit.estimator)  # type: ignore[arg-type]
-        return [credited(window, config, advantages_of) for window in found]
+        return [credited(window, config) for window in found]
 
     # --- one step -------------------------------------------------------------------------------------------------
 

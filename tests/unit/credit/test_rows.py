@@ -169,6 +169,11 @@ def test_forks_are_refused() -> None:
     fork = (call(0), call(1, parent=0), call(2, parent=0))
     with pytest.raises(CreditError, match=r"'a1': call 2 continues call 0, not the one before it \(1\)"):
         credit_by_gae([rollout("a1", calls=fork)], [ROWS[3]])
+    thrown_away = Call(order=1, prompt_ids=(1,), output_ids=(2,), logprobs=(-1.0,), parent=0, is_rejected=True)
+    for parent in (0, 1):  # the next one was tried again, or was told what is wrong with what was thrown away
+        assert credit_by_gae([rollout("a1", calls=(call(0), thrown_away, call(2, parent)))], [ROWS[3]])
+    with pytest.raises(CreditError, match=r"call 3 continues call 1, not the one before it \(2\)"):
+        credit_by_gae([rollout("a1", calls=(call(0), thrown_away, call(2, 0), call(3, 1)))], [ROWS[3]])
     with pytest.raises(CreditError, match=r"call 0 continues call 7, not the one before it \(None\)"):
         credit_by_gae([rollout("a1", calls=(call(0, parent=7),))], [ROWS[3]])
     with pytest.raises(CreditError, match=r"call 1 continues call None, not the one before it \(0\)"):

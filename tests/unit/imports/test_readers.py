@@ -1,7 +1,8 @@
 """Readers of other people's files.
 
 1. Each format is told by its content, also gzipped and without its name, and gives the rows that its file holds.
-2. What is taken from a line: tokens and not padding, branches and not messages, segments and not calls, ids, steps.
+2. What is taken from a line: tokens and not padding, branches and not messages, segments and not calls, ids, steps;
+   what branches share is trained once, and the rows of a line that names no rollout are one.
 3. Lengths from text are approximate and counted as such; ids, where a dump has them, are exact.
 4. A broken line names file, line, what must be there, what is, and the fix; skipping lists it and keeps the rest.
 5. No format, no rows, no file, a pickle, a cut-off archive: errors, never rows.
@@ -99,6 +100,28 @@ def test_each_branch_of_a_trace_is_a_row() -> None:
     assert found.rollout_ids == ("t0", "t0", "t0", "t1")
     assert found.group_ids == ("sum-0",) * 4
     assert found.num_approximate == 0
+
+
+def test_what_branches_share_is_trained_once(tmp_path: Path) -> None:
+    nodes = [(None, [1, 2], [0, 0]), (0, [3], [1]), (1, [4, 5], [0, 1]), (1, [6, 7], [0, 1]), (2, [8], [1])]
+    trace = {"id": "t", "nodes": [dict(zip(("parent", "token_ids", "mask"), node, strict=True)) for node in nodes]}
+    found = import_rows(write_json(tmp_path / "traces.jsonl", trace))
+    assert found.lengths_R.tolist() == [5, 6]
+    # four tokens were sampled; the first one is of the branch that goes on with its first child, where it ends later
+    assert found.num_trained_R is not None
+    assert found.num_trained_R.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "name, id_field, num_rows", [("traces.jsonl", "id", 3), ("nemo_gym.jsonl", "_ng_task_index", 2)]
+)
+def test_rows_of_a_line_without_ids_are_one_rollout(name: str, id_field: str, num_rows: int, tmp_path: Path) -> None:
+    trace = objects(name)[0]
+    del trace[id_field]
+    if name == "nemo_gym.jsonl":
+        trace["response"]["output"][2]["prompt_token_ids"] = [1, 2, 77]  # a history that was rewritten: two rows
+    found = import_rows(write_json(tmp_path / name, trace, trace))
+    assert found.rollout_ids == ("row 0",) * num_rows + (f"row {num_rows}",) * num_rows
 
 
 def test_traces_without_ids_are_approximate(tmp_path: Path) -> None:
@@ -318,6 +341,17 @@ def test_a_broken_line_is_named(name: str, change: Callable[[Any], Any], message
     found = import_rows(path, skip_bad=True)
     assert found.lengths_R.tolist() == good.lengths_R.tolist()
     assert [line.where for line in found.skipped] == [f"{path}, line 2"]
+
+
+@pytest.mark.parametrize(
+    "text, lengths",
+    [("812\n96\n", [812, 96]), ("812", [812]), ('{"length": 5}\n', [5]), ("length\n5\n", [5]), ("step,len\n1,5", [5])],
+)
+def test_a_byte_order_mark_is_passed_over(text: str, lengths: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "dump"
+    for data in (text.encode("utf-8-sig"), gzip.compress(text.replace("\n", "\r\n").encode("utf-8-sig"))):
+        path.write_bytes(data)
+        assert import_rows(path).lengths_R.tolist() == lengths
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith(".jsonl")])

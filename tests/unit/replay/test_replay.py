@@ -6,7 +6,8 @@
 3. A lost row, a crash in one rank, memory that runs out, and a step that hangs are lines of the result, and fail.
 4. Every arm is near the float64 oracle.
 5. What was scored for the run is scored once, by the first arm, and all arms see the same rows.
-6. A first arm that cannot start, too little disk, and wrong arms are the user's errors.
+6. Credit is the run's, also where a drifted history leaves sampled tokens untrained.
+7. A first arm that cannot start, too little disk, and wrong arms are the user's errors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,25 @@ def run(asked: ReplayOptions, fault: Fault | None = None) -> tuple[dict[str, Any
     assert list(asked.scratch.iterdir()) == []
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     return result, said.getvalue()
+
+
+def drifted(rollout: Rollout) -> Rollout:
+    """With a second call, whose prompt holds another id than the second one that the first call sampled."""
+    first = rollout.calls[0]
+    prompt_ids = (*first.prompt_ids, first.output_ids[0], 3 + (first.output_ids[1] == 3))
+    second = Call(order=1, parent=0, prompt_ids=prompt_ids, output_ids=(7, 8), logprobs=(-1.0, -1.0))
+    return replace(rollout, calls=(first, second))
+
+
+def test_whitening_weighs_by_trained_tokens(tmp_path: Path) -> None:
+    """With a ratio of 1 the loss is minus the mean advantage of a trained token, which whitening makes 0."""
+    settings = ("credit.estimator=reinforce_pp", "rollout.on_undeclared=realign")
+    asked = options(tmp_path, "padded", settings=settings, num_ranks=1, max_rel=None)
+    write_rollouts(asked.source, [drifted(one) if len(one.calls) == 1 else one for one in rollouts()])
+    result, _ = run(asked)
+    steps = result["arms"]["padded"]["steps"]
+    assert [step["loss"] for step in steps] == pytest.approx([0.0] * NUM_STEPS, abs=1e-6)
+    assert all(step["grad_norm"] > 1e-3 for step in steps)
 
 
 def test_equal_arms_and_a_wrong_normaliser(tmp_path: Path) -> None:
