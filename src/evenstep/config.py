@@ -18,17 +18,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from evenstep.config_components import component_type, component_types, options_model
 from evenstep.config_relations import check_relations, listed
-from evenstep.config_schema import (
-    CompactionSection,
-    Config,
-    EnvironmentSection,
-    Section,
-    component_type,
-    component_types,
-    known_keys,
-    options_model,
-)
+from evenstep.config_schema import CompactionSection, Config, EnvironmentSection, Section, known_keys
 from evenstep.errors import ConfigError, FileFormatError
 from evenstep.plugins import is_own_class
 from evenstep.validation import dotted, nearest, promise, shown
@@ -169,7 +161,9 @@ def _with_options(section: OptionsT, name_key: str, sources: Mapping[Key, str]) 
         options_type = component_type(title, name)
     except ConfigError as error:
         raise ConfigError(f"{_origin(sources, (title, name_key))}{error}") from None
-    options = _validated(options_model(options_type, name), section.options, (title,), sources).model_dump()
+    options = _validated(
+        options_model(options_type, name, base=Section), section.options, (title,), sources
+    ).model_dump()
     try:
         options_type(**options)
     except FileFormatError:

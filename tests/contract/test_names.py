@@ -31,7 +31,8 @@ from typer.testing import CliRunner
 import evenstep
 from evenstep.cli import app
 from evenstep.config import load_config
-from evenstep.config_schema import component_types, known_keys
+from evenstep.config_components import component_types
+from evenstep.config_schema import known_keys
 from evenstep.errors import ConfigError
 from evenstep.file_lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
 

@@ -149,11 +149,7 @@ def read_run(folder: Path, columns: RowColumns) -> None:
             for rollout, at in rollouts:
                 if is_masked and rollout.status == "truncated":
                     continue
-                for row in _rows_of_rollout(rollout, window, on_undeclared, is_replayed=is_replayed):
-                    if isinstance(row, str):
-                        columns.note(row)
-                    else:
-                        columns.add(row, at)
+                columns.take(_rows_of_rollout(rollout, window, on_undeclared, is_replayed=is_replayed), at)
 
 
 def _index_fields(record: Mapping[str, Any]) -> tuple[list[str], int]:

@@ -42,15 +42,7 @@ def read_parquet(
         for batch in _open(path).iter_batches(batch_size=_BATCH_ROWS):
             for record in batch.to_pylist():
                 number += 1
-                where = f"{path}, record {number}"
-                try:
-                    for row in reader(record):
-                        if isinstance(row, str):
-                            columns.note(row)
-                        else:
-                            columns.add(row, where)
-                except LineError as problem:
-                    columns.bad(where, problem)
+                columns.take(reader(record), f"{path}, record {number}")
     except (OSError, ValueError) as error:
         if isinstance(error, FileFormatError):
             raise

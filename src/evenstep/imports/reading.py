@@ -147,17 +147,12 @@ def _read_file(path: Path, columns: RowColumns, how: _How) -> str:
 def _read_objects(path: Path, columns: RowColumns, name: str, how: _How) -> None:
     own_lines = own.own_reader(path.name) if name == "evenstep" else None
     reader = _object_reader(name, path.name, how)
-    source = f"{path}, line "
+
+    def rows_of(text: bytes) -> Iterator[FoundRow | str]:
+        yield from own_lines(text) if own_lines is not None else reader(as_object(text))
+
     for number, text in numbered_lines(path):
-        where = f"{source}{number}"
-        try:
-            for row in own_lines(text) if own_lines is not None else reader(as_object(text)):
-                if isinstance(row, str):
-                    columns.note(row)
-                else:
-                    columns.add(row, where)
-        except LineError as problem:
-            columns.bad(where, problem)
+        columns.take(rows_of(text), f"{path}, line {number}")
 
 
 def _object_reader(name: str, file_name: str, how: _How) -> ObjectReader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -142,6 +142,17 @@ class RowColumns:
         self.num_kept_tokens = 0
         self.token_ids = [np.zeros(0, dtype=np.int32)] * len(self.token_ids)
         self.routed_experts = [None] * len(self.routed_experts)
+
+    def take(self, found: Iterable[FoundRow | str], where: str) -> None:
+        """The rows of one line, and in words what its reader left out; a line that is wrong is a bad one."""
+        try:
+            for row in found:
+                if isinstance(row, str):
+                    self.note(row)
+                else:
+                    self.add(row, where)
+        except LineError as problem:
+            self.bad(where, problem)
 
     def bad(self, where: str, problem: LineError) -> None:
         """A line that holds no row; raises unless such lines are to be skipped."""
