@@ -5,7 +5,7 @@
 3. Estimates follow the documented formulas by hand, and grow with what they must grow with.
 4. The picture is valid XML with a bar for each row, hatched fillers and labels, and stays small for large plans.
 5. The trace has a lane for each rank, and lasts as long as the plan costs.
-6. The plan of a run's folder is measured as the run planned it.
+6. The plan of a run's folder is measured as the run planned it, and what does not fit there is named.
 7. Layout tree merges tokens by what training merges them by: ids, and the experts that rows carry, unless the run did
    not replay them. Without any it says so.
 """
@@ -27,7 +27,7 @@ from evenstep.dry_run.arms import EVENSTEP, Arm, Rules, default_budgets, run_arm
 from evenstep.dry_run.estimate import DEVICES, Assumptions, read_shape
 from evenstep.dry_run.summary import Question, dry_run, labels_of
 from evenstep.dry_run.windows import PlanWindow, cut_windows, evenly_spaced
-from evenstep.errors import ConfigError, PlanError
+from evenstep.errors import ConfigError, FileFormatError, PlanError
 from evenstep.experts import UNKNOWN, RoutedExperts
 from evenstep.files import write_rollouts
 from evenstep.imports import import_rows
@@ -197,6 +197,22 @@ def test_tokens_are_merged_as_in_training(tmp_path: Path) -> None:
         assert nodes == expected
         assert notes == ["6 rows have routed experts that the run did not replay, so these"][: replay == "off"]
     assert "layout tree merges tokens of equal ids: no row carries routed experts that would keep them apart" in lines
+
+
+def test_a_rollout_of_a_run_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder)
+    known = with_experts(0, 0)
+    (call,) = known.calls
+    other = replace(call, routed_experts=RoutedExperts.of(np.zeros((25, 1, 1), dtype=np.int64)))
+    file = folder / "rollouts" / "collection_000000.jsonl.gz"
+    write_rollouts(file, [known, replace(known, rollout_id="p0/g1", calls=(other,))])
+    record = {"collection": 0, "file": file.name, "groups": ["p0"], "first_window": 0}
+    write_lines(folder / "collections.jsonl", record)
+    (folder / "config.toml").write_text('[train]\nrollouts_per_window = 2\nrouting_replay = "recorded"\n')
+    with pytest.raises(FileFormatError, match=r"gz, line 2, field `routed_experts`: must have the layers with experts"):
+        import_rows(folder)
+    assert import_rows(folder, skip_bad=True).lengths_R.tolist() == [25]
 
 
 def test_a_window_without_images_is_a_tree_beside_one_with(tmp_path: Path) -> None:
