@@ -102,16 +102,7 @@ def make_rows(kind: str, vocab_size: int, seed: int) -> list[Row]:
             size = max(1, round(float(draw.lognormal(np.log(MEDIAN_TOKENS), SIGMA))))
             own = draw.integers(vocab_size, size=(2, max(size, PROMPT_TOKENS)))
             ids = np.concatenate([prompt if kind == "shared" else own[0, :PROMPT_TOKENS], own[1, :size]])
-            rows.append(
-                Row(
-                    row_id=f"{group}/{rollout}",
-                    rollout_id=f"{group}/{rollout}",
-                    group_id=f"{group}",
-                    token_ids=ids,
-                    loss_mask=np.arange(ids.size) >= PROMPT_TOKENS,
-                    advantage=float(draw.normal()),
-                )
-            )
+            rows.append(_row(group, rollout, ids, PROMPT_TOKENS, draw.normal()))
     return rows
 
 
@@ -127,17 +118,20 @@ def _lognormal_rows(vocab_size: int, draw: np.random.Generator) -> list[Row]:
         prompt = draw.integers(vocab_size, size=num_context)
         for rollout, size in enumerate(sizes_of_group):
             ids = np.concatenate([prompt, draw.integers(vocab_size, size=size)])
-            rows.append(
-                Row(
-                    row_id=f"{group}/{rollout}",
-                    rollout_id=f"{group}/{rollout}",
-                    group_id=f"{group}",
-                    token_ids=ids,
-                    loss_mask=np.arange(ids.size) >= num_context,
-                    advantage=float(rewards_of_group[rollout] - rewards_of_group.mean()),
-                )
-            )
+            advantage = rewards_of_group[rollout] - rewards_of_group.mean()
+            rows.append(_row(group, rollout, ids, num_context, advantage))
     return rows
+
+
+def _row(group: int, rollout: int, token_ids: Any, num_context: int, advantage: float) -> Row:
+    return Row(
+        row_id=f"{group}/{rollout}",
+        rollout_id=f"{group}/{rollout}",
+        group_id=f"{group}",
+        token_ids=token_ids,
+        loss_mask=np.arange(token_ids.size) >= num_context,
+        advantage=float(advantage),
+    )
 
 
 def make_model(name: str) -> Any:

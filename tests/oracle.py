@@ -135,14 +135,19 @@ def oracle_step(
             loss += float(row_loss.detach())
             if row_loss.requires_grad:
                 row_loss.backward()
+    metrics = {name: total / max(1, num_tokens) for name, total in sums.items()}
+    metrics["ratio_max_deviation"] = max_deviation
+    return OracleStep(loss=loss, gradient=taken_gradient(model), logprobs=logprobs, metrics=metrics, weights=weights)
+
+
+def taken_gradient(model: Any) -> dict[str, Tensor]:
+    """By parameter, in float64, 0 where there is none; the model has none afterwards."""
     gradient = {
         name: torch.zeros_like(parameter).double() if parameter.grad is None else parameter.grad.double()
         for name, parameter in model.named_parameters()
     }
     model.zero_grad(set_to_none=True)
-    metrics = {name: total / max(1, num_tokens) for name, total in sums.items()}
-    metrics["ratio_max_deviation"] = max_deviation
-    return OracleStep(loss=loss, gradient=gradient, logprobs=logprobs, metrics=metrics, weights=weights)
+    return gradient
 
 
 def row_logprobs(model: Any, row: Row, temperature: float) -> Tensor:
@@ -348,12 +353,9 @@ def oracle_value_step(
             loss += float(row_loss.detach())
             if row_loss.requires_grad:
                 row_loss.backward()
-    gradient = {
-        name: torch.zeros_like(parameter).double() if parameter.grad is None else parameter.grad.double()
-        for name, parameter in model.named_parameters()
-    }
-    model.zero_grad(set_to_none=True)
-    return OracleValues(loss=loss, gradient=gradient, values=values, metrics=value_metrics(pairs, num_clipped))
+    return OracleValues(
+        loss=loss, gradient=taken_gradient(model), values=values, metrics=value_metrics(pairs, num_clipped)
+    )
 
 
 def value_loss(value: Tensor, old: float, target: float, clip: float | None) -> tuple[Tensor, bool]:

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import tomli_w
 
+from character_models import save_character_model
 from evenstep.files import read_rollouts
 
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .:>?-\n"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -35,37 +35,13 @@ NUM_COLLECTIONS = 4
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of random weights with a tokenizer of characters."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    folder = tmp_path_factory.mktemp("model")
-    special = ["<pad>", "<end>", "<system>", "<user>", "<assistant>", "<unk>"]
-    tokenizer = Tokenizer(
-        models.WordLevel({token: index for index, token in enumerate([*special, *CHARACTERS])}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<end>",
-        unk_token="<unk>",
-        extra_special_tokens=special[2:5],
+    return save_character_model(
+        tmp_path_factory.mktemp("model"),
+        characters="abcdefghijklmnopqrstuvwxyz0123456789 .:>?-\n",
+        roles=["<system>", "<user>", "<assistant>"],
         chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=len(special) + len(CHARACTERS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
         max_position_embeddings=128,
-        eos_token_id=1,
-        pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def write_config(path: Path, model: Path) -> Path:

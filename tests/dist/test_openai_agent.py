@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from character_models import save_character_model
 from serving_fakes import http
 
 from evenstep.files import read_rollouts
@@ -35,7 +36,6 @@ pytest.importorskip("openai", reason="the extra 'dev' brings the openai client")
 pytest.importorskip("fastapi", reason="the extra 'serve' brings the server")
 
 ROOT = Path(__file__).parents[2]
-CHARACTERS = "".join(map(chr, range(32, 127))) + "\n×−"
 CHAT_TEMPLATE = (
     "{% if tools %}<system>{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     "use <tool_call>{...}</tool_call><end>{% endif %}"
@@ -47,40 +47,14 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, and a tokenizer that knows pairs of digits beside characters."""
-    import torch
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    folder = tmp_path_factory.mktemp("model")
-    special = ["<pad>", "<end>", "<system>", "<user>", "<assistant>", "<tool>", "<unk>"]
-    known = [*special, *CHARACTERS]
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(known)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<end>",
-        unk_token="<unk>",
-        extra_special_tokens=special[2:6],
+    """A model of random weights with a tokenizer of characters."""
+    return save_character_model(
+        tmp_path_factory.mktemp("model"),
+        characters="".join(map(chr, range(32, 127))) + "\n×−",
+        roles=["<system>", "<user>", "<assistant>", "<tool>"],
         chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(known),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=8,
-            max_position_embeddings=2048,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    ).save_pretrained(folder)
-    return folder
+        max_position_embeddings=2048,
+    )
 
 
 @pytest.mark.timeout(300)

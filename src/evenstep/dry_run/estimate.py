@@ -17,7 +17,6 @@ from evenstep.validation import nearest
 
 __all__ = ["DEVICES", "Assumptions", "Device", "read_shape"]
 
-GIB = float(1 << 30)
 _STATE_BYTES = 16  # float32 master weight, gradient, two moments of Adam
 _COMPUTE_BYTES = 2  # bfloat16
 _LOGIT_BYTES = 12  # float32 logits, their softmax, their gradient

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from evenstep.media import VisionSpec, rope_positions
+from evenstep.plan.footprint import FILLER_TOKENS
 from evenstep.train.attention import NODES_KWARG
 from evenstep.train.routing import RouterShape, experts_of_cell
 from evenstep.train.trie import Node, build_trie
@@ -23,9 +24,8 @@ from evenstep.train.vision import Images, make_images
 from evenstep.train.window import prefix_keys
 from evenstep.types import PER_TOKEN_FIELDS, Float64Array, Int64Array, Row
 
-__all__ = ["FILLER_TOKENS", "Cell", "collate"]
+__all__ = ["Cell", "collate"]
 
-FILLER_TOKENS = 2  # tokens of an inert filler row
 TAIL = 64  # tokens of a node of padding, or more where rows are longer
 PAD_ID = 0  # never looked at: lengths and masks are carried
 

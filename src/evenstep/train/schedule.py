@@ -6,9 +6,7 @@ import math
 
 import torch
 
-__all__ = ["SCHEDULES", "learning_rate", "set_learning_rate"]
-
-SCHEDULES = ("constant", "linear", "cosine")
+__all__ = ["learning_rate", "set_learning_rate"]
 
 
 def learning_rate(optimizer_step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:

@@ -15,22 +15,7 @@ from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.compaction import NoCompaction
 from evenstep.rollout.engine import Barrier, Completion, Request
 from evenstep.rollout.environment import Episode, Score, Start
-
-
-class Tokenizer:
-    """One id per character; turns are written between brackets."""
-
-    eos_token_id = 1
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
-        text = "".join(f"<{message['content']}\x01" for message in conversation)
-        return text + ("<" if add_generation_prompt else "")
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [ord(character) for character in text]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(token) for token in token_ids if token != 1)
+from scripted import CharacterTokenizer
 
 
 class Broken:
@@ -71,7 +56,7 @@ async def play(engine: Any, index: int, environment: Any) -> Any:
         identity=identity,
         environment=environment,
         engine=engine,
-        renderer=ChatRenderer(Tokenizer()),
+        renderer=ChatRenderer(CharacterTokenizer()),
         compaction=NoCompaction(),
         options=AgentOptions(max_context_tokens=100),
     )
