@@ -62,9 +62,25 @@ Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 
+# sampling setting -> values under which tokens are drawn from all of the model's distribution at their temperature
+WHOLE_DISTRIBUTION: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the tokens of a call were drawn; ``temperature == 0`` is greedy."""
+    """How the tokens of a call were drawn; ``temperature == 0`` is greedy.
+
+    >>> Sampling(temperature=0.7).other_distribution, Sampling(top_p=0.9).other_distribution
+    (None, 'top_p = 0.9')
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -72,6 +88,15 @@ class Sampling:
     max_tokens: int | None = None  # most tokens of the call's output
     seed: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # unknown fields of the file, kept as they were
+
+    @property
+    def other_distribution(self) -> str | None:
+        """What makes log-probs others than the model's own at this temperature; None: nothing does."""
+        if self.temperature == 0:
+            return "temperature = 0"
+        settings = {**self.extra, "top_p": self.top_p, "top_k": self.top_k}
+        cut = (name for name, whole in WHOLE_DISTRIBUTION.items() if settings.get(name) not in whole)
+        return next((f"{name} = {settings[name]}" for name in cut), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +136,14 @@ class Rollout:
     is_masked: bool = field(default=False, metadata={"is_stored": False})
 
     @property
+    def sampled_calls(self) -> tuple[Call, ...]:
+        """Calls that the agent did not reject."""
+        return tuple(call for call in self.calls if not call.is_rejected)
+
+    @property
     def num_sampled_tokens(self) -> int:
         """Tokens that the policy sampled and the agent did not reject."""
-        return sum(len(call.output_ids) for call in self.calls if not call.is_rejected)
+        return sum(len(call.output_ids) for call in self.sampled_calls)
 
     @property
     def is_voter(self) -> bool:

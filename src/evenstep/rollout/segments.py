@@ -148,6 +148,9 @@ def rows_of(
 
     ``advantages`` maps rollout ids to the one advantage of each (None: 0, until credit is known); a rollout that does
     not vote has no rows, because its reward is in no baseline. ``on_undeclared``: see `segmentation_of`.
+
+    Rows have ``engine_logprobs`` when all tokens were drawn from the model's whole distribution: those of a call with
+    ``top_p`` below 1, a ``top_k`` or penalties are of another one than the trainer's, and nothing may compare them.
     """
     return rows_and_report(rollouts, advantages, on_undeclared=on_undeclared)[0]
 
@@ -161,9 +164,9 @@ def rows_and_report(
     """As `rows_of`, and what became of all their calls together."""
     rows: list[Row] = []
     report = SegmentationReport()
-    for rollout in rollouts:
-        if not rollout.is_voter:
-            continue
+    voters = [rollout for rollout in rollouts if rollout.is_voter]
+    is_whole = all(call.sampling.other_distribution is None for rollout in voters for call in rollout.sampled_calls)
+    for rollout in voters:
         found = segmentation_of(rollout, on_undeclared=on_undeclared)
         report += found.report
         for segment in found.segments:
@@ -175,7 +178,7 @@ def rows_and_report(
                     token_ids=segment.token_ids,
                     loss_mask=segment.loss_mask,
                     advantage=0.0 if advantages is None else advantages[rollout.rollout_id],
-                    engine_logprobs=segment.logprobs,
+                    engine_logprobs=segment.logprobs if is_whole else None,
                     media=segment.media,
                     routed_experts=segment.routed_experts,
                 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from evenstep.serve.conversation import Message
 from evenstep.serve.refusals import RefusedError
 from evenstep.serve.tool_calls import ToolCall
-from evenstep.types import BreakReason
+from evenstep.types import WHOLE_DISTRIBUTION, BreakReason
 
 __all__ = [
     "BreakBody",
@@ -182,26 +182,15 @@ class NewRolloutBody(Body):
     prompt_id: Name | None = None
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-}
-
-
 def refuse_other_distributions(body: SamplingBody, temperature: float) -> None:
     """Refuse settings under which log-probs would not be those of the distribution that is trained.
 
     Raises:
         RefusedError: names the field.
     """
-    for name, neutral in _NEUTRAL.items():
+    for name, whole in WHOLE_DISTRIBUTION.items():
         value = getattr(body, name)
-        if value not in neutral:
+        if value not in whole:
             raise RefusedError(
                 400,
                 f"{name} changes the distribution that is sampled from, which must be the trainer's, found {value}; "

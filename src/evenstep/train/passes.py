@@ -75,6 +75,7 @@ def scored(windows: Sequence[WindowRows] | None, models: Models, config: Config)
         windows: of one epoch; on rank 0, None elsewhere.
     """
     budget = config.train.score_max_tokens_per_gpu
+    _refuse_other_distributions(windows or (), config)
     if config.old_logprobs == "scored":
         windows = _with_field("old_logprobs", windows, _pass(models.policy, windows, budget))
     elif config.old_logprobs == "engine" and windows is not None:
@@ -87,6 +88,26 @@ def scored(windows: Sequence[WindowRows] | None, models: Models, config: Config)
     if models.critic is not None:
         windows = _with_values(windows, models.critic, budget, bootstrap=config.credit.truncated_value == "bootstrap")
     return None if windows is None else list(windows)
+
+
+def _refuse_other_distributions(windows: Sequence[WindowRows], config: Config) -> None:
+    """Refuse to compare the trainer's log-probs with those of tokens that were drawn from another distribution."""
+    train, temperature = config.train, config.rollout.temperature
+    asked = [name for name in ("importance_cap", "sequence_mask") if getattr(train, name) is not None]
+    if config.old_logprobs == "engine":
+        asked.append("old_logprobs")
+    voters = [r for window in windows for r in window.window.rollouts if r.is_voter] if asked else []
+    for rollout_id, call in [(rollout.rollout_id, call) for rollout in voters for call in rollout.sampled_calls]:
+        other = call.sampling.other_distribution
+        if other is None and call.sampling.temperature != temperature:
+            other = f"temperature = {call.sampling.temperature}"
+        if other is not None:
+            raise CreditError(
+                f"train.{asked[0]} compares the engine's log-probs with the trainer's, which are of the whole "
+                f"distribution at rollout.temperature = {temperature}; found {other} in rollout "
+                f"{rollout_id!r}, call {call.order}; sample with the trainer's temperature and without top_p, "
+                f"top_k or penalties, or leave train.{asked[0]} out"
+            )
 
 
 def credited(

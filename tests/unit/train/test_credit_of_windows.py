@@ -4,6 +4,8 @@
 2. an estimator by rollout takes both
 3. undeclared breaks: an error that names rollout, call, place, ids and key; a segment; or realigned, and counted
 4. whitening weighs a rollout by its trained tokens, not by the sampled ones of which some were realigned
+5. log-probs of tokens that were drawn with top-p, top-k, penalties, greedily or at another temperature are not compared
+   with the trainer's: rows go without them, and what needs them is refused by name
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +24,10 @@ from evenstep.config import Config, load_config
 from evenstep.errors import CreditError, SegmentationError
 from evenstep.files import write_rollouts
 from evenstep.rollout.call_tree import OnUndeclared
-from evenstep.train.passes import WindowRows, credited
+from evenstep.rollout.segments import rows_of
+from evenstep.train.passes import WindowRows, credited, scored
 from evenstep.train.run import run_training
-from evenstep.types import Call, Group, Rollout, Window
+from evenstep.types import Call, Group, Rollout, Sampling, Window
 
 CONFIG = """
 run = {dir = "unused", num_collections = 1}
@@ -158,3 +163,47 @@ def test_a_run_ends_at_an_undeclared_break_and_goes_on_as_chosen(tmp_path: Path)
         assert line["num_trained_tokens"] == 5 - num_realigned
         assert line["stepped"]
         shutil.rmtree(tmp_path / "run" / "checkpoints")
+
+
+NO_MODELS: Any = SimpleNamespace(critic=None)  # nothing is scored
+OTHERS = {
+    "top_p = 0.9": Sampling(top_p=0.9),
+    "top_k = 20": Sampling(top_k=20),
+    "min_p = 0.1": Sampling(extra={"min_p": 0.1}),
+    "repetition_penalty = 1.1": Sampling(extra={"repetition_penalty": 1.1, "top_a": 3}),
+    "temperature = 0": Sampling(temperature=0.0),
+}
+WHOLE = Sampling(temperature=0.7, top_k=-1, extra={"min_p": 0, "frequency_penalty": 0.0, "presence_penalty": None})
+
+
+def sampled_as(sampling: Sampling, **fields: object) -> Rollout:
+    made = dataclasses.replace(call(0, (1,), 2), sampling=sampling, **fields)  # type: ignore[arg-type]
+    return Rollout(rollout_id="b", group_id="g", prompt_id="p", reward=0.0, calls=(made,))
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_rows_of_another_distribution_have_no_engine_logprobs(other: str) -> None:
+    first = Rollout(rollout_id="a", group_id="g", prompt_id="p", reward=1.0, calls=COMPACTED)
+    cut = sampled_as(OTHERS[other])
+    assert all(row.engine_logprobs is None for row in rows_of([first, cut]))
+    # what is not trained does not count
+    for plain in (sampled_as(WHOLE), dataclasses.replace(cut, status="failed", reward=None)):
+        assert all(row.engine_logprobs is not None for row in rows_of([first, plain]))
+    assert all(row.engine_logprobs is not None for row in rows_of([first, sampled_as(OTHERS[other], is_rejected=True)]))
+
+
+@pytest.mark.parametrize(
+    "setting", ["train.importance_cap=2.0", "train.sequence_mask=[0.5, 2.0]", "train.old_logprobs=engine"]
+)
+@pytest.mark.parametrize("other", [*OTHERS, "temperature = 0.7"])
+def test_another_distribution_is_not_compared(tmp_path: Path, setting: str, other: str) -> None:
+    (tmp_path / "config.toml").write_text(CONFIG)
+    plain = Rollout(rollout_id="a", group_id="g", prompt_id="p", reward=1.0, calls=COMPACTED)
+    cut = sampled_as(OTHERS.get(other, WHOLE))
+    group = Group(group_id="g", prompt_id="p", rollouts=(plain, cut))
+    window = WindowRows.of(Window(window=0, collection=0, epoch=0, groups=(group,)))
+    name = setting.split("=")[0]
+    expected = rf"{name} compares .* found {other} in rollout 'b', call 0; .* leave {name} out"
+    with pytest.raises(CreditError, match=expected):
+        scored([window], NO_MODELS, load_config([tmp_path / "config.toml"], [setting]))
+    assert scored([window], NO_MODELS, load_config([tmp_path / "config.toml"])) == [window]
