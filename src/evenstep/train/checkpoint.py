@@ -84,6 +84,8 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     _barrier()
     with_moments = sorted(name for name, (_, optimizer) in trained.items() if optimizer.state)
+    for name in with_moments:
+        _complete(trained[name].optimizer)
     tensors = _tensors(trained, with_moments)
     try:
         with _interrupts():
@@ -185,6 +187,19 @@ def _tensors(trained: Mapping[str, Trained], with_moments: Sequence[str]) -> dic
     return found
 
 
+def _complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that no gradient has reached yet the state that they will start with.
+
+    An optimizer makes it at their first gradient. Loading asks for that of every parameter.
+    """
+    known, state = next((parameter, state) for parameter, state in optimizer.state.items() if parameter.ndim)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
+        optimizer.state[parameter] = {
+            name: torch.zeros_like(parameter.detach() if value.shape == known.shape else value)
+            for name, value in state.items()
+        }
+
+
 def export(
     folder: Path,
     model: PreTrainedModel | PeftModel,
@@ -283,7 +298,8 @@ def _flush(path: Path) -> None:
 
 
 def _all(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal())
+    numbered = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
 def _barrier() -> None:
