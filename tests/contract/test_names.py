@@ -34,7 +34,7 @@ from evenstep.config import load_config
 from evenstep.config_components import component_types
 from evenstep.config_schema import known_keys
 from evenstep.errors import ConfigError
-from evenstep.file_lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
+from evenstep.files.lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("public_names.json")

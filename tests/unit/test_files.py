@@ -23,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import FileFormatError
-from evenstep.file_lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
 from evenstep.files import (
     RolloutWriter,
     RowLengths,
@@ -35,6 +34,7 @@ from evenstep.files import (
     write_rollouts,
     write_rows,
 )
+from evenstep.files.lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
 from evenstep.types import BREAK_REASONS, Call, Rollout, Sampling
 
 

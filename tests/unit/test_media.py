@@ -270,7 +270,7 @@ def test_a_reader_keeps_no_image_that_nobody_holds(tmp_path: Path, monkeypatch: 
         read.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr("evenstep.files.read_pixels", noted)
+    monkeypatch.setattr("evenstep.files.reading.read_pixels", noted)
     for one in read_rollouts(tmp_path / "r.jsonl"):
         assert sum(each() is not None for each in read) <= 2, one.rollout_id  # its own, and at most the one before
     assert len(list(read_rollouts(tmp_path / "r.jsonl"))) == 4

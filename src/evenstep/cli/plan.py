@@ -204,7 +204,7 @@ def _write_files(found: DryRun, index: int, *, out: Path | None, picture: Path |
 
     from evenstep.dry_run.arms import plan_of
     from evenstep.dry_run.summary import labels_of, plan_window
-    from evenstep.files import write_text
+    from evenstep.files.writing import write_text
     from evenstep.report.plan_picture import plan_svg
     from evenstep.report.plan_trace import plan_trace
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from evenstep.errors import SegmentationError
-from evenstep.file_lines import LineError
+from evenstep.files.lines import LineError
 from evenstep.imports.rows import FoundRow
 from evenstep.imports.text_lines import as_count, as_ids, as_mask, text_tokens
 from evenstep.rollout.segments import segments_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import FileFormatError, PlanError, SegmentationError
-from evenstep.file_lines import LengthsLine, LineError, RolloutLine, RowLine
-from evenstep.files import to_rollout
+from evenstep.files.lines import LengthsLine, LineError, RolloutLine, RowLine
+from evenstep.files.reading import to_rollout
 from evenstep.imports.rows import FoundRow, RowColumns
 from evenstep.imports.text_lines import as_object, numbered_lines
 from evenstep.plan import StepPlan

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import FileFormatError
-from evenstep.file_lines import LineError
+from evenstep.files.lines import LineError
 from evenstep.imports.rows import FoundRow, RowColumns
 
 __all__ = ["column_names", "read_parquet"]

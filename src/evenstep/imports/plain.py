@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenstep.file_lines import LineError
+from evenstep.files.lines import LineError
 from evenstep.imports.rows import FoundRow, RowColumns
 from evenstep.imports.text_lines import as_count, as_ids, numbered_lines, optional_text
 from evenstep.validation import nearest, shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from evenstep.file_lines import LineError
+from evenstep.files.lines import LineError
 from evenstep.imports.nemo import texts_of
 from evenstep.imports.rows import FoundRow
 from evenstep.imports.text_lines import as_ids, as_mask, optional_text, text_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import FileFormatError
-from evenstep.file_lines import LineError
+from evenstep.files.lines import LineError
 from evenstep.imports import nemo, own, plain, prime, texts
 from evenstep.imports.parquet import column_names, read_parquet
 from evenstep.imports.rows import FoundRow, ImportedRows, RowColumns

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from evenstep.errors import FileFormatError
 from evenstep.experts import RoutedExperts
-from evenstep.file_lines import LineError
+from evenstep.files.lines import LineError
 from evenstep.types import Int64Array
 
 __all__ = ["MAX_ROW_TOKENS", "FoundRow", "ImportedRows", "RowColumns", "SkippedLine"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from evenstep.errors import FileFormatError
-from evenstep.file_lines import LineError
+from evenstep.files.lines import LineError
 from evenstep.validation import shown
 
 __all__ = [

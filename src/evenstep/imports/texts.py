@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from evenstep.file_lines import LineError
+from evenstep.files.lines import LineError
 from evenstep.imports.nemo import texts_of
 from evenstep.imports.rows import FoundRow
 from evenstep.imports.text_lines import as_count, as_ids, optional_text, text_tokens

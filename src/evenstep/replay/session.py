@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from evenstep.config import Config
 from evenstep.errors import ConfigError
-from evenstep.files import write_text
+from evenstep.files.writing import write_text
 from evenstep.replay.arms import arm_config
 from evenstep.replay.measures import ArmRun, first_deviation, measured_noise, noise_floor, problem_of, summary
 from evenstep.replay.recorded import read_recording

@@ -10,7 +10,7 @@ import numpy as np
 
 from evenstep.errors import EngineError, EvenstepError
 from evenstep.experts import UNKNOWN, RoutedExperts
-from evenstep.file_lines import MAX_LOGPROB
+from evenstep.files.lines import MAX_LOGPROB
 from evenstep.media import Media
 from evenstep.rollout.engine import Completion, Engine, Request, RolloutKey
 from evenstep.types import BreakReason, Call, Sampling

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from evenstep.errors import ConfigError, FileFormatError
-from evenstep.files import read_rollouts, write_rollouts, write_text
+from evenstep.files import read_rollouts, write_rollouts
+from evenstep.files.writing import write_text
 from evenstep.plan import StepPlan
 from evenstep.types import Rollout, Row
 

@@ -1,4 +1,4 @@
-"""What a line of each file kind may hold: the strict models behind `evenstep.files`."""
+"""What a line of each kind of file may hold, as strict models."""
 
 from __future__ import annotations
 
