@@ -183,8 +183,8 @@ CREDIT: list[Mutation] = [
     _ROWS(
         name="calls without gaps",
         why="A call continues the one whose number is one less, so a chain with a removed call counts as a fork.",
-        old="call.parent != previous\n",
-        new="call.parent != call.order - 1\n",
+        old="and parent != previous)",
+        new="and parent != call.order - 1)",
         killed_by=TEST_ROWS + "test_forks_are_refused",
     ),
     _WEIGHTS(

@@ -200,8 +200,11 @@ WINDOWS: list[Mutation] = [
     _SEGMENTS(
         name="failed rollout trained",
         why="[P28] A failed rollout becomes rows with advantage 0, which are in N.",
-        old="        if not rollout.is_voter:\n            continue\n",
-        new="        advantages = {rollout.rollout_id: 0.0} | dict(advantages)\n",
+        old="    voters = [rollout for rollout in rollouts if rollout.is_voter]\n",
+        new=(
+            "    voters = list(rollouts)\n"
+            "    advantages = {rollout.rollout_id: 0.0 for rollout in voters} | dict(advantages)\n"
+        ),
         killed_by=TEST_SEGMENTS + "test_a_rollout_that_does_not_vote_has_no_rows",
     ),
 ]
