@@ -11,9 +11,9 @@ Values are never rewritten: what a file says is what runs, or it is refused with
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -30,6 +30,7 @@ __all__ = ["Config", "load_config", "parse_override"]
 Key = tuple[str, ...]
 # what other trainers call a key
 ELSEWHERE = {
+    "adv_estimator": "credit.estimator",
     "beta": "train.kl_coef",
     "clip_ratio": "train.clip_low",
     "clip_ratio_high": "train.clip_high",
@@ -37,21 +38,40 @@ ELSEWHERE = {
     "cliprange": "train.clip_low",
     "cliprange_value": "critic.value_clip",
     "delta": "train.dual_clip",
+    "dynamic_batch_enable": "plan.layout",
+    "dynamic_batch_pad_to_multiple": "plan.pad_to_multiple",
     "entropy_coeff": "train.entropy_coef",
     "epsilon": "train.clip_low",
     "epsilon_high": "train.clip_high",
+    "global_batch_size": "train.rollouts_per_window",
+    "grad_clip": "train.max_grad_norm",
     "gradient_accumulation_steps": "train.rollouts_per_window",
     "gradient_checkpointing": "train.activation_checkpointing",
+    "importance_sampling_level": "train.ratio_unit",
     "kl_loss_coef": "train.kl_coef",
     "learning_rate": "train.lr",
+    "logprob_batch_size": "train.score_max_tokens_per_gpu",
+    "loss_agg_mode": "credit.normaliser",
+    "mask_truncated_completions": "rollout.truncated",
     "max_completion_length": "rollout.max_tokens_per_call",
     "max_prompt_length": "model.max_context_tokens",
+    "max_response_length": "rollout.max_tokens_per_call",
     "max_steps": "run.num_collections",
+    "max_total_sequence_length": "model.max_context_tokens",
+    "micro_batch_size": "plan.micro_batch_rows",
+    "num_generations_per_prompt": "rollout.num_generations",
     "num_iterations": "train.epochs",
+    "num_prompts_per_step": "rollout.num_prompts",
     "per_device_train_batch_size": "plan.max_tokens_per_gpu",
     "ppo_epochs": "train.epochs",
     "ppo_max_token_len_per_gpu": "plan.max_tokens_per_gpu",
+    "ppo_micro_batch_size_per_gpu": "plan.micro_batch_rows",
+    "ppo_mini_batch_size": "train.rollouts_per_window",
+    "scale_rewards": "credit.estimator",
+    "tis_imp_ratio_cap": "train.importance_cap",
     "train_batch_size": "rollout.num_prompts",
+    "train_global_batch_size": "train.rollouts_per_window",
+    "train_micro_batch_size": "plan.micro_batch_rows",
 }
 # and keys of what training does not do
 NOT_HERE = dict.fromkeys(
@@ -197,7 +217,7 @@ def _problem(model: type[Section], prefix: Key, finding: ErrorDetails, sources: 
     origin = _origin(sources, key)
     name = dotted((*prefix, *finding["loc"]))
     if finding["type"] == "extra_forbidden":
-        return f"{origin}unknown key `{name}`; {_guess(model, prefix, key)}"
+        return f"{origin}unknown key `{name}`; {_guess(model, prefix, key, finding['input'])}"
     description = _description(model, key[len(prefix) :])
     if finding["type"] == "missing" and isinstance(finding["loc"][-1], int):
         return f"{origin}`{dotted(key)}` must have more values, found {finding['loc'][-1]}; add the others{description}"
@@ -245,17 +265,20 @@ def _description(model: type[Section], path: Key) -> str:
     return ""
 
 
-def _guess(model: type[Section], prefix: Key, key: Key) -> str:
+def _guess(model: type[Section], prefix: Key, key: Key, value: Any) -> str:
     if prefix:  # a component's option
         known = list(model.model_fields)
         guess = nearest(key[-1], known)
         hint = f"did you mean `{prefix[0]}.{guess}`? " if guess else ""
         return f"{hint}[{prefix[0]}] takes here: {', '.join(known) or 'no options'}"
-    if known_not := next((NOT_HERE[name] for name in key[:2] if name in NOT_HERE), None):
+    names = [*key[:2], *_names_in(value)]
+    if known_not := next((NOT_HERE[name] for name in names if name in NOT_HERE), None):
         return known_not
-    elsewhere = next((ELSEWHERE[name] for name in key[:2] if name in ELSEWHERE), None)
-    if elsewhere is not None:
-        return f"here it is `{elsewhere}`"
+    elsewhere = {name: ELSEWHERE[name] for name in names if name in ELSEWHERE}
+    if elsewhere and key[-1] in elsewhere:
+        return f"here it is `{elsewhere[key[-1]]}`"
+    if elsewhere:
+        return f"here {', '.join(f'{name} is `{ours}`' for name, ours in elsewhere.items())}"
     if len(key) == 1:
         owners = [".".join(known) for known in known_keys() if known[1] == key[0]]
         guess = owners[0] if owners else nearest(key[0], Config.model_fields)
@@ -269,3 +292,11 @@ def _guess(model: type[Section], prefix: Key, key: Key) -> str:
     if guess is not None:
         return f"did you mean `{key[0]}.{guess}`?"
     return f"[{key[0]}] has: {', '.join(section_keys)}"
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """The keys of a table and of the tables in it: another trainer's section has another name as well."""
+    if isinstance(value, Mapping):
+        for name, inner in cast("Mapping[str, Any]", value).items():
+            yield name
+            yield from _names_in(inner)

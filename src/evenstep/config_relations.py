@@ -281,11 +281,12 @@ def _plan_problems(plan: PlanSection) -> list[str]:
             f"plan.layout = {plan.layout!r} fills micro-batches up to a budget, found no plan.max_tokens_per_gpu; add "
             f"it, or set plan.layout = 'fixed'"
         )
-    if plan.layout != "fixed" and plan.micro_batch_rows != 1:
-        problems.append(
-            f"plan.micro_batch_rows belongs to plan.layout = 'fixed', found {plan.micro_batch_rows} with layout "
-            f"{plan.layout!r}; leave it out, or set plan.layout = 'fixed'"
-        )
+    if plan.layout != "fixed":
+        problems += [
+            f"plan.{name} belongs to plan.layout = 'fixed', found {getattr(plan, name)!r} with layout {plan.layout!r}; "
+            f"leave it out, or set plan.layout = 'fixed'"
+            for name in _given(plan, ("micro_batch_rows", "pad_scope"))
+        ]
     if plan.max_tokens_per_gpu is not None and plan.pad_to_multiple > plan.max_tokens_per_gpu:
         problems.append(
             f"plan.pad_to_multiple must fit into plan.max_tokens_per_gpu, found {plan.pad_to_multiple} and "

@@ -235,6 +235,11 @@ class PlanSection(Section):
         description="widths are rungs of a ladder that wastes at most this share, for kernels compiled by shape",
     )
     micro_batch_rows: int = Field(1, ge=1, description="rows of a micro-batch, layout `fixed` only")
+    pad_scope: Literal["window", "group"] = Field(
+        "window",
+        description="layout `fixed` only: what inert rows fill up, so that all ranks have equally many: the window, or "
+        "each group by itself, which takes more of them",
+    )
     effort: Literal["default", "high"] = Field("default", description="how hard the planner searches")
     memory_fit: Annotated[tuple[float, float, float, float], Field(strict=False)] | None = Field(
         None,

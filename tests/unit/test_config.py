@@ -201,6 +201,7 @@ def test_missing_keys_are_listed_together() -> None:
         (["credit.normaliser=constant"], ["credit.constant", "no credit.constant"]),
         (["credit.constant=100"], ["credit.constant = 100.0", "normaliser 'token'"]),
         (["plan.layout=packed", "plan.micro_batch_rows=2"], ["plan.micro_batch_rows", "found 2", "'fixed'"]),
+        (["plan.layout=packed", "plan.pad_scope=group"], ["plan.pad_scope", "found 'group'", "'fixed'"]),
         (["plan.pad_to_multiple=512"], ["found 512 and 256"]),
         (["train.old_logprobs=detached", "train.epochs=2"], ["'detached' is exact for one window", "train.epochs = 2"]),
         (
@@ -591,6 +592,34 @@ def test_every_key_has_a_meaning() -> None:
 @pytest.mark.parametrize("override", ["plan.cp=2", "train.context_parallel_size=2", "cp=2"])
 def test_context_parallelism_is_not_for_training(base: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="training does no context parallelism: every rank runs whole rows"):
+        load_config([base], [override])
+
+
+def test_a_plan_reaches_every_pass(base: Path) -> None:
+    from evenstep.train.options import StepOptions
+    from evenstep.train.setup import _plan_options
+
+    config = load_config([base], ["plan.layout=fixed", "plan.micro_batch_rows=3", "plan.pad_scope=group"])
+    options = _plan_options(config)
+    assert {name: options[name] for name in ("layout", "micro_batch_rows", "pad_scope")} == {
+        "layout": "fixed",
+        "micro_batch_rows": 3,
+        "pad_scope": "group",
+    }
+    keys = {name for section, name in known_keys() if section == "plan"}
+    assert keys & set(StepOptions.__slots__) <= options.keys()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.train_global_batch_size=6", "unknown key `policy`; here train_global_batch_size is `train.roll"),
+        ("a.b.ppo_mini_batch_size=4", "unknown key `a`; here ppo_mini_batch_size is `train.rollouts_per_window`"),
+        ("policy.model.cp_size=2", "training does no context parallelism"),
+    ],
+)
+def test_sections_of_other_trainers(base: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config([base], [override])
 
 

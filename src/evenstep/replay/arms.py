@@ -26,7 +26,7 @@ def arm_config(text: str, base: Config, folder: Path) -> Config:
     """The configuration of one arm: a layout, then ``key=value`` of ``[plan]`` or of the few other keys an arm may set.
 
     Keys that would contradict the arm's layout are left out where they come from the base: a budget with ``fixed``,
-    ``micro_batch_rows`` with the others.
+    ``micro_batch_rows`` and ``pad_scope`` with the others.
 
     Args:
         text: ``padded``, or ``padded,max_tokens_per_gpu=4096``, or ``fixed,train.sharding=fsdp2``.
@@ -50,7 +50,8 @@ def arm_config(text: str, base: Config, folder: Path) -> Config:
     if given["plan.layout"] == "fixed":
         values["plan"].pop("max_tokens_per_gpu", None)
     else:
-        values["plan"].pop("micro_batch_rows", None)
+        for name in ("micro_batch_rows", "pad_scope"):
+            values["plan"].pop(name, None)
     if given.get("train.sharding") == "replicated":
         values["train"].pop("sync", None)
     if given.get("credit.normaliser", "constant") != "constant":
