@@ -95,7 +95,7 @@ def make_capture(engine: Any, **options: Any) -> Capture:
     return Capture(
         engine=engine,
         tokenizer=tokenizer,
-        renderer=ChatRenderer(tokenizer),
+        renderer=ChatRenderer(tokenizer, options.pop("vision", None)),
         limits=limits,
         tool_family=tool_family(tokenizer.chat_template),
         **({"vocab_size": 2000} | options),

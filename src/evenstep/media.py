@@ -175,6 +175,21 @@ class VisionSpec:
         """D: numbers of a patch."""
         return self.num_channels * self.temporal_patch_size * self.patch_size**2
 
+    def placeholder_among(self, ids: Sequence[int]) -> int | None:
+        """The first of these ids that stands for an image or begins a video; None where there is none.
+
+        >>> spec = VisionSpec(image_token_id=9, start_token_id=7, end_token_id=8, patch_size=2, temporal_patch_size=2,
+        ...                   merge_size=2, num_channels=3, video_token_id=6)
+        >>> spec.placeholder_among([1, 9]), spec.placeholder_among([7, 6]), spec.placeholder_among([7, 1, 6])
+        (9, 6, None)
+        """
+        before: int | None = None
+        for token in ids:
+            if token == self.image_token_id or (token == self.video_token_id and before == self.start_token_id):
+                return token
+            before = token
+        return None
+
     def media(self, image: npt.NDArray[np.uint8], *, start: int) -> Media:
         """An image [height, width, 3] of bytes, standing at token ``start``.
 

@@ -17,6 +17,7 @@ __all__ = ["ChatRenderer", "ChatTokenizer", "Prompt"]
 
 _MAX_OBSERVATIONS, _MAX_PATCH_BYTES = 1024, 1 << 28  # whose patches are kept: a picture of a megapixel has 24 MB
 _SENTINEL = "evenstepturn"  # stands for an earlier answer; lower-case letters survive every template
+_SEAM = "\ufdd0"  # where a text is cut before it is tokenised; no character, and in no text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +53,27 @@ class ChatRenderer:
     It is found by rendering the new message after a dummy answer and cutting the text behind that answer, so it
     depends on no earlier text and works with any template whose turns are independent. An image is three special tokens
     in the text of its message (start, placeholder, end), whose placeholder becomes as many as the image has tokens.
+    Whoever else writes the name of a placeholder, the policy in its note or a program in its message, has written text:
+    it is tokenised in two halves and never stands for an image.
 
     Args:
         tokenizer: with a chat template.
         vision: what the model makes of images; None: it sees none.
+        images_problem: why this run can show none to a model that sees them, and the way out; None: it can.
 
     Raises:
         ConfigError: the tokenizer has no chat template, its template does not show an assistant's answer, or it does
             not know the tokens of an image.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, vision: VisionSpec | None = None) -> None:
+    def __init__(
+        self, tokenizer: ChatTokenizer, vision: VisionSpec | None = None, *, images_problem: str | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._vision = vision
+        self._images_problem = images_problem
         self._image_text = "" if vision is None else self._text_of_image(vision)
+        self._placeholder_texts = () if vision is None else self._texts_of_placeholders(vision)
         # by identity, so that each observation is cut into patches once
         self._placed: dict[int, tuple[Observation, tuple[Media, ...]]] = {}
         self._num_patch_bytes = 0
@@ -91,32 +99,39 @@ class ChatRenderer:
         """Ids of a text that a template writes behind the output ``after``, whose end of turn is not repeated."""
         return self._unless_closed(self.encoded(text), after)
 
-    @property
-    def image_token_id(self) -> int | None:
-        """The placeholder of images, which no answer may hold; None where the model sees none."""
-        return None if self._vision is None else self._vision.image_token_id
+    def placeholder_among(self, ids: Sequence[int]) -> int | None:
+        """The first id that stands for an image or begins a video; None where there is none, or the model sees none."""
+        return None if self._vision is None else self._vision.placeholder_among(ids)
+
+    def literal(self, text: str) -> str:
+        """The same text for a template, in which the name of a placeholder stands for itself."""
+        for name in self._placeholder_texts:
+            text = text.replace(name, f"{name[: len(name) // 2]}{_SEAM}{name[len(name) // 2 :]}")
+        return text
 
     def shown(self, observation: str) -> str:
         """An observation's text, with the tokens of its images in front.
 
         Raises:
-            ConfigError: it has images and the model sees none.
+            ConfigError: it has images, and the model sees none or the run can show none.
         """
         if not isinstance(observation, Observation) or not observation.images:
-            return observation
+            return self.literal(observation)
         if self._vision is None:
             raise ConfigError(
                 f"the environment shows {len(observation.images)} images, and the model sees none; use a vision model "
                 f"whose type evenstep knows (docs/images.md), or an environment of text"
             )
-        return self._image_text * len(observation.images) + observation
+        if self._images_problem is not None:
+            raise ConfigError(f"the environment shows {len(observation.images)} images, and {self._images_problem}")
+        return self._image_text * len(observation.images) + self.literal(observation)
 
     def prompt(self, ids: Sequence[int], observations: Sequence[str]) -> Prompt:
         """A prompt in which each image of its observations, in order, stands on as many placeholders as it has tokens.
 
         Raises:
-            ValueError: an image that is none or has sides that the model cannot cut up, or a text that holds the
-                placeholder of an image itself.
+            ValueError: an image that is none or has sides that the model cannot cut up, or other placeholders among
+                the ids.
         """
         if self._vision is None:
             return Prompt(ids=tuple(ids))
@@ -125,7 +140,7 @@ class ChatRenderer:
         if len(places) != len(images):
             raise ValueError(
                 f"a prompt holds one placeholder (token {self._vision.image_token_id}) for each image, found "
-                f"{len(places)} for {len(images)}; an observation's text must not hold {self._image_text!r} itself"
+                f"{len(places)} for {len(images)}; make texts with shown() or literal(), and keep outputs without one"
             )
         placed: list[int] = []
         media: list[Media] = []
@@ -160,13 +175,19 @@ class ChatRenderer:
             )
         return text
 
+    def _texts_of_placeholders(self, vision: VisionSpec) -> tuple[str, ...]:
+        ids = (vision.image_token_id, vision.video_token_id)
+        texts = {i: self._tokenizer.decode([i], skip_special_tokens=False) for i in ids if i is not None}
+        return tuple(text for i, text in texts.items() if self.encoded(text) == (i,))
+
     def text(self, output_ids: Sequence[int]) -> str:
         """What an output says, without special tokens."""
         return self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
 
     def encoded(self, text: str) -> tuple[int, ...]:
-        """Ids of a text in which a template has put its special tokens."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        """Ids of a text in which a template has put its special tokens; what is `literal` in it has none."""
+        parts = [text] if self._vision is None else text.split(_SEAM)
+        return tuple(token for part in parts for token in self._tokenizer.encode(part, add_special_tokens=False))
 
     def _unless_closed(self, ids: tuple[int, ...], after: Sequence[int]) -> tuple[int, ...]:
         is_closed = bool(after) and tuple(after[-1:]) == self._turn_end_ids

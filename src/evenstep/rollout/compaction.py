@@ -70,8 +70,9 @@ class Context:
         observations = [renderer.shown(observation) for observation in seen]
         for place, (before, index) in enumerate(zip([-1, *indices[:-1]], indices, strict=True)):
             if index > before + 1:
-                observations[place] = _joined(self.marker, observations[place])
-        ids = list(renderer.head(_joined(self.task, self.lead, observations[0])))
+                observations[place] = _joined(renderer.literal(self.marker), observations[place])
+        task, lead = renderer.literal(self.task), renderer.literal(self.lead)
+        ids = list(renderer.head(_joined(task, lead, observations[0])))
         for turn, observation in zip(self.turns, observations[1:], strict=True):
             ids += turn.output_ids
             ids += renderer.interstitial(observation, after=turn.output_ids)

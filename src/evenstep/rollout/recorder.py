@@ -110,8 +110,8 @@ class Recorder:
         """Any call.
 
         Raises:
-            TruncatedError: the limit on calls or segments is reached, or the output holds the placeholder of an image,
-                which it has not: no prompt could repeat it.
+            TruncatedError: the limit on calls or segments is reached, or the output holds the placeholder of an image
+                or video, which it has not: no prompt could repeat it.
             EvenstepError: the engine failed, or answered with what no engine may.
         """
         async with self._one_at_a_time:
@@ -121,10 +121,11 @@ class Recorder:
                 self.failure = error
                 raise
             self.calls.append(call)
-            if self.renderer.image_token_id in call.output_ids:
+            placeholder = self.renderer.placeholder_among(call.output_ids)
+            if placeholder is not None:
                 raise TruncatedError(
-                    f"the output of call {call.order} holds the placeholder of an image (token "
-                    f"{self.renderer.image_token_id}) and no image"
+                    f"the output of call {call.order} holds the placeholder of an image or video (token "
+                    f"{placeholder}) and neither of them"
                 )
             return call
 

@@ -132,9 +132,9 @@ class CapturedRollout:
             text = prompt if isinstance(prompt, str) else str(prompt[0])
             parent = self._history.continued_text(text)
             start = self._history.text_of(parent) if parent is not None else ""
-            rest = text[len(start) :]
+            rest, renderer = text[len(start) :], self._capture.renderer
             with self._counted(body.n):
-                behind = await self._capture.tokenised(len(rest), lambda: self._capture.renderer.encoded(rest))
+                behind = await self._capture.tokenised(len(rest), lambda: renderer.encoded(renderer.literal(rest)))
             prompt_ids = behind if parent is None or parent.view is None else parent.view + behind
         else:
             prompt_ids = tuple(int(token) for token in prompt)
@@ -170,6 +170,11 @@ class CapturedRollout:
         parent = parent or self._history.continued_ids(turn.prompt_ids)
         if self._history.is_drifted(turn.prompt_ids, 0 if parent is None else len(parent.view or ())):
             parent = None
+        placeholder = self._capture.renderer.placeholder_among(turn.prompt_ids)
+        if placeholder is not None:
+            raise self._over_limit(
+                f"a prompt holds token {placeholder}, the placeholder of an image or video, without it"
+            )
         max_tokens = self._max_tokens(len(turn.prompt_ids), asked_tokens, body.n)
         reason, is_break = self._break_reason(turn, parent, break_reason)
         if is_break and 1 + self._num_breaks >= self._capture.limits.max_segments:

@@ -188,7 +188,7 @@ class Conversations:
     def _rendered(self, messages: Sequence[Any], tools: Sequence[Any] | None, *, is_open: bool = True) -> str:
         given = {} if tools is None else {"tools": list(tools)}
         try:
-            return self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=is_open, **given
             )
         except Exception as error:  # noqa: BLE001 -- a template is a program: it raises what it likes
@@ -198,6 +198,7 @@ class Conversations:
                 code="chat_template",
                 param="messages",
             ) from None
+        return self._renderer.literal(text)  # messages are text alone, whatever they spell
 
 
 def _stand_in(messages: Sequence[Message]) -> str:

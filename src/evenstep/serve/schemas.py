@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+from pydantic_core import PydanticCustomError
 
 from evenstep.serve.conversation import Message
 from evenstep.serve.refusals import RefusedError
@@ -63,6 +64,19 @@ class MessageBody(Body):
     function_call: None = None
     annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
     reasoning_content: None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _is_text_alone(cls, content: Any) -> Any:
+        """Refuse images in a sentence, where each kind of part would have one of its own."""
+        kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        if any(isinstance(kind, str) and kind != "text" for kind in kinds):
+            raise PydanticCustomError(
+                "text_alone",
+                "must be text, or parts of type 'text': images and other media are not served, only environments that "
+                "the training ranks play show some (docs/images.md)",
+            )
+        return content
 
     def message(self) -> Message:
         """As it is compared and rendered."""

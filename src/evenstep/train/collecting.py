@@ -76,7 +76,8 @@ class Collector:
         # groups of the last collection that stand in for dropped ones
         self.replaced: frozenset[str] = frozenset()
         self._compaction = compaction_named(config.compaction.policy, **config.compaction.options)
-        self._renderer = ChatRenderer(cast(ChatTokenizer, models.tokenizer), models.vision)
+        tokenizer = cast(ChatTokenizer, models.tokenizer)
+        self._renderer = ChatRenderer(tokenizer, models.vision, images_problem=_images_problem(config))
         self._source = policy_engine(config, models, self._renderer, files, notice)
         self._player: Player | None = None
         if config.agent.kind == "command":
@@ -297,6 +298,18 @@ class Collector:
             self._notice(f"{path.name}: sampled by other weights, generated again")
             return []
         return found
+
+
+def _images_problem(config: Config) -> str | None:
+    """Why rollouts can show no images, known before the first of them is generated."""
+    if config.has_critic:
+        return "a critic sees none; set another credit.estimator than 'gae', or use an environment of text"
+    if config.engine.is_server:
+        return (
+            f"servers are asked with token ids alone; let the training ranks generate (engine.kind = 'in_process' "
+            f"instead of {config.engine.kind!r}), or use an environment of text"
+        )
+    return None
 
 
 def _command_player(config: Config, models: Models, renderer: ChatRenderer, rollouts_at_once: int) -> Player:

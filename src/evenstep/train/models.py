@@ -23,7 +23,7 @@ from evenstep.errors import ConfigError
 from evenstep.media import VISION_MODEL_TYPES, VisionSpec, vision_spec
 from evenstep.model_files import PYPI, cached_conversion, find_gguf, model_folder
 
-__all__ = ["PROCESSOR", "load_critic", "load_model", "load_tokenizer", "load_vision"]
+__all__ = ["PROCESSOR", "load_critic", "load_model", "load_settings", "load_tokenizer", "load_vision"]
 
 PROCESSOR = "preprocessor_config.json"  # of a vision model: how images become patches
 WHOLE_PROCESSOR = "processor_config.json"  # the same as a part, as transformers 5 writes it
@@ -55,14 +55,22 @@ def load_tokenizer(path: str) -> tuple[PreTrainedTokenizerBase, int]:
     return tokenizer, config.get_text_config().vocab_size
 
 
+def load_settings(path: str) -> dict[str, Any]:
+    """A model's configuration with its defaults, from local files that need not hold weights.
+
+    Raises:
+        ConfigError: as `load_model`, but for the weights.
+    """
+    return AutoConfig.from_pretrained(_folder(path, needs_weights=False), local_files_only=True).to_dict()
+
+
 def load_vision(path: str) -> tuple[VisionSpec | None, Path | None]:
     """What a model makes of images and the file that says how they are normalised; None where it sees none.
 
     Raises:
         ConfigError: as `load_model`, but for the weights, or a vision model without that file.
     """
-    folder = _folder(path, needs_weights=False)
-    settings = AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    folder, settings = _folder(path, needs_weights=False), load_settings(path)
     if vision_spec(settings) is None:
         return None, None
     file = folder / (PROCESSOR if (folder / PROCESSOR).is_file() else WHOLE_PROCESSOR)

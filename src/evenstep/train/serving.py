@@ -9,10 +9,12 @@ from typing import Any, cast
 import torch
 
 from evenstep.errors import EngineError
+from evenstep.media import vision_spec
 from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.engine import Engine
 from evenstep.rollout.in_process import InProcessEngine
-from evenstep.train.models import load_model, load_tokenizer
+from evenstep.train.models import load_model, load_settings, load_tokenizer
+from evenstep.train.vision import spec_of
 
 __all__ = ["LoadedEngine", "connect_engine", "load_engine"]
 
@@ -38,7 +40,7 @@ def load_engine(path: str, *, max_context_tokens: int) -> LoadedEngine:
         ConfigError: as `evenstep.train.models.load_model`, or the tokenizer has no usable chat template.
     """
     model, tokenizer = load_model(path, dtype=torch.float32)
-    renderer = ChatRenderer(cast(Any, tokenizer))
+    renderer = ChatRenderer(cast(Any, tokenizer), spec_of(model))
     engine = InProcessEngine(model, eos_token_ids=renderer.stop_token_ids, max_context_tokens=max_context_tokens)
     return LoadedEngine(
         engine=engine,
@@ -70,7 +72,7 @@ def connect_engine(
     from evenstep.rollout.server_api import TOKENIZER_TEXT
 
     tokenizer, vocab_size = load_tokenizer(path)
-    renderer = ChatRenderer(cast(Any, tokenizer))
+    renderer = ChatRenderer(cast(Any, tokenizer), vision_spec(load_settings(path)))
     options = ServerOptions(
         kind=kind,
         urls=tuple(urls),

@@ -5,9 +5,12 @@
 2. An observation's images stand before its text, each on as many placeholders as it has tokens; prompts append, so a
    rollout without compaction is one segment with all its images.
 3. Compaction drops images with their turns: the next segment has those that are left, or none.
-4. An output with a placeholder truncates the rollout. Images without a model that sees them end the run; what is no
-   image, or a text with a placeholder, fails its rollout.
-5. Engines refuse images that are not their model's; servers and programs refuse images.
+4. An output with a placeholder truncates the rollout, a fork's and a note's too, and no later prompt holds it: what is
+   left can be trained. Images without a model that sees them end the run; what is no image fails its rollout.
+5. The name of a placeholder in any text, a note or an observation that repeats what the policy said, stays that text:
+   the rollout keeps its vote.
+6. Engines refuse images that are not their model's; servers and programs refuse images, and a run that can show none
+   says so at the first one.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,19 +27,21 @@ import pytest
 import torch
 
 import tiny_vision as tiny
-from evenstep.errors import ConfigError, EngineError
+from evenstep.errors import ConfigError, EngineError, RowError
 from evenstep.rollout.agent import AgentOptions, RolloutIdentity, run_rollout
-from evenstep.rollout.chat import ChatRenderer
-from evenstep.rollout.compaction import NoCompaction, Recency
+from evenstep.rollout.chat import ChatRenderer, Prompt
+from evenstep.rollout.compaction import NoCompaction, Recency, Summary
 from evenstep.rollout.engine import Completion, Request
 from evenstep.rollout.environment import Observation, Score, Start
 from evenstep.rollout.in_process import InProcessEngine
 from evenstep.rollout.segments import rows_of, segments_of
 from evenstep.rollout.server import ServerEngine
+from evenstep.train.collecting import _images_problem
 from evenstep.train.models import load_vision
 from evenstep.train.vision import spec_of
 from evenstep.types import Rollout, Row, Sampling
 from tiny_models import tiny_model
+from vision_text import Spelling
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from make_vision_policy import IMAGE, TOKENS, make_model, make_tokenizer
@@ -181,8 +187,7 @@ def test_an_environment_may_draw_into_its_array_again(renderer: ChatRenderer) ->
 
 def test_patches_of_few_observations_are_kept(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [Observation("?", images=[np.full((16, 16, 3), i, dtype=np.uint8)]) for i in range(6)]
-    assert renderer.image_token_id is not None
-    ids = (1, renderer.image_token_id, 2)
+    ids = (1, PAD, 2)
     renderer._placed.clear()
     renderer._num_patch_bytes = 0
     first = renderer.prompt(ids, [seen[0]]).media[0]
@@ -219,13 +224,138 @@ def test_an_output_with_a_placeholder_truncates(renderer: ChatRenderer) -> None:
     [
         (Observation(images=[colour(1, height=9)]), "multiples of 8 pixels"),
         (Observation(images=[np.zeros((8, 8))]), "uint8 [height, width, 3], found float64"),
-        (f"see {IMAGE[1]}", "found 1 for 0; an observation's text must not hold"),
     ],
 )
 def test_what_cannot_be_shown_fails_its_rollout(renderer: ChatRenderer, shown: str, message: str) -> None:
     rollout = play(renderer, Album("first", shown))
     assert rollout.status == "failed"
     assert message in str(rollout.status_reason)
+
+
+# ------------------------------------------------------------------------------------------------ placeholders
+
+
+class SaysInTurn(Says):
+    def __init__(self, *answers: tuple[int, ...]) -> None:
+        super().__init__()
+        self._answers = list(answers)
+
+    async def generate(self, request: Request) -> Completion:
+        self._ids = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return await super().generate(request)
+
+
+@pytest.fixture(scope="module")
+def spelling() -> Spelling:
+    return Spelling()
+
+
+NAMES = f"{IMAGE[1]} and {IMAGE[0]}{IMAGE[3]}"
+LONG = {"max_tokens_per_call": 60, "max_context_tokens": 2000}
+
+
+class Echo(Album):
+    """Repeats what the policy said."""
+
+    def __init__(self, task: str, *, says: bool, images: tuple[np.ndarray, ...] = ()) -> None:
+        super().__init__("a", "b")
+        self._task, self._says, self._images = task, says, images
+
+    async def reset(self) -> Start:
+        return Start(task=self._task, observation=self._shown.pop(0))
+
+    async def step(self, action: str) -> str | None:
+        seen = await super().step(action)
+        return seen if seen is None or not self._says else Observation(f"you said {action}", images=self._images)
+
+
+@pytest.mark.parametrize(
+    ("where", "times"), [("note", 1), ("observation", 2), ("beside an image", 2), ("task", 2), ("marker", 1)]
+)
+def test_the_name_of_a_placeholder_is_text(
+    spelling: Spelling, where: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def played() -> tuple[Rollout, list[Request]]:
+        renderer = ChatRenderer(spelling.tokenizer, spelling.spec)
+        engine = Says(*spelling.ids(NAMES, "<|end|>"))
+        images = (colour(1),) if where == "beside an image" else ()
+        says = where in ("observation", "beside an image")
+        album = Echo(NAMES if where == "task" else "look", says=says, images=images)
+        compaction: Any = None
+        if where == "note":
+            compaction = Summary(schedule="rolling", max_note_tokens=60)
+        elif where == "marker":
+            compaction = Recency(keep_last=0, schedule="rolling", marker=NAMES)
+        return play(renderer, album, engine, compaction, **LONG), engine.requests
+
+    rollout, (*_, last) = played()
+    assert (rollout.status, rollout.status_reason) == ("ok", None)
+    assert spelling.tokenizer.decode(list(last.prompt_ids)).count(NAMES) == times
+    assert last.prompt_ids.count(spelling.spec.image_token_id) == sum(image.num_tokens for image in last.media)
+    assert len(last.media) == (where == "beside an image")
+    assert spelling.spec.video_token_id not in last.prompt_ids
+    spelling.check(rollout)
+    # the wrong way: what is spelled is read as marks, and the rollout has no vote
+    monkeypatch.setattr(ChatRenderer, "literal", lambda self, text: text)
+    assert played()[0].status == "failed"
+
+
+@pytest.mark.parametrize("marks", [(IMAGE[1],), (IMAGE[0], IMAGE[3])], ids=["image", "video"])
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_sampled_placeholder_ends_a_fork_and_no_run(
+    spelling: Spelling, marks: tuple[str, ...], swallows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forks(Album):
+        def use_model(self, converse: Any) -> None:
+            self._converse = converse
+
+        async def step(self, action: str) -> str | None:
+            one = self._converse()
+            await one.ask("one")
+            try:
+                await one.ask("two")  # says the marks
+            except Exception:
+                if not swallows:
+                    raise
+            for other in (one.fork(), one.fork()):
+                await other.ask("three")
+            return None
+
+    marked, plain = spelling.ids("x", *marks, "y", "<|end|>"), spelling.ids("x", "<|end|>")
+
+    def played() -> Rollout:
+        return play(spelling.renderer, Forks("a"), SaysInTurn(plain, plain, marked, plain), **LONG)
+
+    rollout = played()
+    assert rollout.status == ("ok" if swallows else "truncated"), rollout.status_reason
+    assert swallows or "the output of call 2 holds the placeholder of an image or video" in str(rollout.status_reason)
+    assert rollout.is_voter
+    assert sum(row.num_trained_tokens for row in spelling.check(rollout)) == rollout.num_sampled_tokens
+    # the wrong way: it goes on, a fork holds what was sampled as context, and its row cannot be trained
+    monkeypatch.setattr(ChatRenderer, "placeholder_among", lambda self, ids: None)
+    monkeypatch.setattr(ChatRenderer, "prompt", lambda self, ids, seen: Prompt(ids=tuple(ids)))
+    with pytest.raises(RowError, match=r"is an image placeholder|begins a video"):
+        spelling.check(played())
+
+
+def test_a_note_with_a_sampled_placeholder_truncates(spelling: Spelling) -> None:
+    engine = SaysInTurn(spelling.ids("x", "<|end|>"), spelling.ids("x", IMAGE[1], "<|end|>"))
+    rollout = play(spelling.renderer, Album("a", "b"), engine, Summary(schedule="rolling", max_note_tokens=9), **LONG)
+    assert rollout.status == "truncated"
+    assert len(rollout.calls) == 2
+    spelling.check(rollout)
+
+
+def test_a_run_that_can_show_no_images_says_so_at_the_first_one(renderer: ChatRenderer) -> None:
+    configured: Any = SimpleNamespace(has_critic=True, engine=SimpleNamespace(is_server=False))
+    for is_critic, words in ((True, "shows 1 images, and a critic sees none; set another"), (False, "'in_process'")):
+        configured.has_critic, configured.engine = is_critic, SimpleNamespace(is_server=not is_critic, kind="vllm")
+        of_run = ChatRenderer(make_tokenizer(), spec_of(make_model(0)), images_problem=_images_problem(configured))
+        engine = Says()
+        with pytest.raises(ConfigError, match=words):
+            play(of_run, Album(Observation(images=[colour(1)])), engine)
+        assert not engine.requests
+        assert play(of_run, Album("text")).status == "ok"
 
 
 def test_images_in_the_task_fail_the_rollout(renderer: ChatRenderer) -> None:
