@@ -37,8 +37,9 @@ def type_text(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Annotated:
         return type_text(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is tuple:
-        parts = typing.get_args(annotation)
-        return "array of texts" if parts[0] is str else f"array of {len(parts)} numbers"
+        first, *others = typing.get_args(annotation)
+        many = {"text": "texts", "integer": "integers"}
+        return f"array of {many[type_text(first)]}" if others == [...] else f"array of {1 + len(others)} numbers"
     if typing.get_origin(annotation) is Mapping:
         return "table"
     names = {int: "integer", float: "number", str: "text", bool: "true or false"}

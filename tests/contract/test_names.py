@@ -3,7 +3,8 @@
 1. Public names, command-line flags, configuration keys and file fields: what others may build on.
 2. Every public name of the package has a docstring, and every doctest holds.
 3. Every TOML file of the repository loads, run configurations as configurations.
-4. Every command in the README and in the guide for contributors exists, and those for ``evenstep`` pass a dry run.
+4. Every command in the README and in the guide for contributors exists, and those for ``evenstep`` pass a dry run;
+   what documents link to is there.
 5. The project speaks of itself alone.
 6. The README shows the tree that is there.
 """
@@ -224,10 +225,19 @@ def test_commands_of_documents(document: str, tmp_path: Path, monkeypatch: pytes
         check_command(command, tmp_path)
 
 
-def test_files_named_in_the_readme_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (ROOT / target).exists(), f"README links to {target}, which is not there"
+def anchors(path: Path) -> set[str]:
+    """What links may point to in a document: its headings, as they are named on a page."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_of_documents_lead_somewhere() -> None:
+    for path in [path for path in tracked_files() if path.suffix == ".md"]:
+        for link in re.findall(r"\]\(([^):]+)\)", path.read_text(encoding="utf-8")):
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            assert target.exists(), f"{path.name} links to {link}, which is not there"
+            assert not anchor or anchor in anchors(target), f"{path.name} links to {link}, which has no such heading"
 
 
 # ------------------------------------------------------------------------------------------------ words
