@@ -19,11 +19,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["WORKLOADS", "Verdict", "judge", "row_cost", "workload"]
+from evenstep.plan import SharedPrefixes
+
+__all__ = [
+    "TREE_WORKLOADS",
+    "WORKLOADS",
+    "SharingRows",
+    "Verdict",
+    "judge",
+    "row_cost",
+    "sharing_workload",
+    "workload",
+]
 
 ATTENTION_TOKENS = 27278.0  # tokens at which attention costs as much as everything linear
 OVERHEAD_TOKENS = 1024.0  # c0: what a micro-batch costs besides its rows
 WORKLOADS = ("a", "b", "c", "d")
+TREE_WORKLOADS = ("groups", "compacted", "branches")
 
 
 def row_cost(lengths):
@@ -65,6 +77,69 @@ def _compacted(draw: np.random.Generator, num_rows: int) -> tuple[list[int], lis
         rollout_of += [rollout] * num_segments
         rollout += 1
     return [int(x) for x in rows], rollout_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingRows:
+    """Rows that begin alike, known by their lengths and by what they share; no tokens are made."""
+
+    lengths: list[int]
+    groups: list[int]
+    prefixes: SharedPrefixes
+
+
+def sharing_workload(name: str, num_rows: int, seed: int = 0) -> SharingRows:
+    """Rows of whole groups, at least ``num_rows`` of them, that share beginnings.
+
+    groups: 16 rollouts share a prompt of 64 to 16,384 tokens (lognormal, median 1,000, sigma 1.2), outputs of median
+    1,500. compacted: all rows share 1,200 tokens of system text, groups of 8 rollouts a task (median 600), and each of
+    a rollout's 1 to 8 segments goes on by itself (median 3,000). branches: 16 leaves of a prompt of 500 to 4,000
+    tokens, split at random, with trunks of median 600 and ends of median 1,200; they come in any order.
+    """
+    draw = np.random.default_rng(seed * 1_000_003 + num_rows * 7 + sum(map(ord, name)))
+
+    def tokens(median: float, sigma: float, least: int, most: int) -> int:
+        return int(np.clip(np.exp(draw.normal(math.log(median), sigma)), least, most))
+
+    lengths: list[int] = []  # in the order of tokens, and what each row shares with the one before it
+    shared: list[int] = []
+    groups: list[int] = []
+
+    def split(depth: int, num_leaves: int) -> None:
+        """Leaves below a depth; the caller has set what the first of them shares."""
+        if num_leaves == 1:
+            lengths.append(depth + tokens(1200, 0.8, 32, 8192))
+            return
+        depth += tokens(600, 0.8, 32, 4096)
+        num_left = int(draw.integers(1, num_leaves))
+        split(depth, num_left)
+        shared.append(depth)
+        split(depth, num_leaves - num_left)
+
+    while len(lengths) < num_rows:
+        start = len(lengths)
+        if name == "groups":
+            prompt = tokens(1000, 1.2, 64, 16384)
+            lengths += [prompt + tokens(1500, 1.0, 32, 16384) for _ in range(16)]
+            shared += [0] + [prompt] * 15
+        elif name == "compacted":
+            task = 1200 + tokens(600, 0.8, 64, 4096)
+            num_segments = int(draw.integers(1, 9, 8).sum())
+            lengths += [task + tokens(3000, 0.7, 64, 24576) for _ in range(num_segments)]
+            shared += [1200 if start else 0] + [task] * (num_segments - 1)
+        elif name == "branches":
+            shared.append(0)
+            split(int(draw.integers(500, 4001)), 16)
+        else:
+            raise ValueError(f"workload must be one of {', '.join(TREE_WORKLOADS)}, found {name!r}")
+        groups += [len(groups)] * (len(lengths) - start)
+    row_at = np.arange(len(lengths))  # row at each place in the order of tokens
+    if name == "branches":
+        row_at = draw.permuted(row_at.reshape(-1, 16), axis=1).ravel()
+    lengths_R = np.empty(len(lengths), dtype=np.int64)
+    lengths_R[row_at] = lengths
+    prefixes = SharedPrefixes(row_at, np.array(shared, dtype=np.int64))
+    return SharingRows(lengths=lengths_R.tolist(), groups=groups, prefixes=prefixes)
 
 
 def _fewest_cells(lengths, budget: int, layout: str) -> int:

@@ -211,6 +211,14 @@ WINDOWS: list[Mutation] = [
 
 PLAN: list[Mutation] = [
     Mutation(
+        name="repeated once more than forced",
+        why="A beginning that the budget puts into m cells is counted m times beside the first.",
+        module="evenstep.plan.bounds",
+        old="repeats.append((above, depth, num_cells - 1))",
+        new="repeats.append((above, depth, num_cells))",
+        killed_by="tests/golden/test_plan_worked_cases.py::test_what_the_budget_forces_to_be_repeated",
+    ),
+    Mutation(
         name="mean of the windows' ratios",
         why="A dry run's padding efficiency is the mean of those of its windows, however many tokens they have.",
         module="evenstep.dry_run.arms",

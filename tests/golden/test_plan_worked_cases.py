@@ -4,6 +4,7 @@
 2. Group and window scope of layout ``fixed``: columns, fillers, real rows.
 3. Local placement: budget on the padded rectangle, alignment, splitting to a count, windows, over-long rows.
 4. Packed rows never exceed the budget; rows that cannot share do not.
+5. Layout tree: what the budget forces to be repeated is in the lower bounds.
 """
 
 import random
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evenstep.plan import StepPlan, plan_step
+from evenstep.plan import CostModel, StepPlan, plan_step, shared_prefixes
 
 
 def _cells(plan: StepPlan) -> list[list[list[int]]]:
@@ -139,3 +140,19 @@ def test_packed_cells_stay_within_the_budget(num_ranks: int) -> None:
     lengths = [9, 5, 6, 10, 10]
     plan = plan_step(lengths, num_ranks=num_ranks, max_tokens_per_gpu=20, layout="packed")
     assert max(sum(lengths[i] for i in cell) for rank in plan.cells for cell in rank) <= 20
+
+
+def test_what_the_budget_forces_to_be_repeated() -> None:
+    # a prompt of 6 tokens fits with one output of 4, never with two, so it is computed three times
+    keys = [[7] * 6 + [i] * 4 for i in range(3)] + [[9]]
+    plan = plan_step(
+        [len(key) for key in keys],
+        num_ranks=1,
+        max_tokens_per_gpu=11,
+        layout="tree",
+        prefixes=shared_prefixes(keys),
+        cost=CostModel(c0=2.0, c1=1.0, c2=0.0),
+    )
+    assert (plan.stats.num_microbatches, plan.stats.num_microbatches_lower_bound) == (3, 3)
+    assert plan.stats.footprint == 6 + 3 * 4 + 1 + 2 * 6
+    assert plan.stats.lower_bound == plan.stats.step_cost == plan.stats.footprint + 3 * 2.0

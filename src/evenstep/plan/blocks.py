@@ -18,6 +18,8 @@ from evenstep.types import Int64Array
 
 __all__ = ["Blocks", "cut_cell", "even_runs", "join_blocks", "make_blocks", "put_into_cells"]
 
+_LEAST_PART = 12  # of the limit: blocks need not be smaller, however little they repeat
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
@@ -37,8 +39,14 @@ class Blocks:
         return cell_of_R
 
 
-def make_blocks(problem: Problem, positions: Int64Array, *, limit: int, max_rows: int) -> Blocks:
-    """Blocks of at most ``limit`` distinct tokens and ``max_rows`` rows; a row by itself may exceed the limit."""
+def make_blocks(
+    problem: Problem, positions: Int64Array, *, limit: int, max_rows: int, ratio: int | None = None
+) -> Blocks:
+    """Blocks of at most ``limit`` distinct tokens and ``max_rows`` rows; a row by itself may exceed the limit.
+
+    With ``ratio`` also of at most that many times the tokens that all their rows begin with: where little is repeated,
+    blocks are small, and fill what the large ones leave.
+    """
     trie = problem.trie
     assert trie is not None
     places = np.sort(trie.place_R[positions])
@@ -49,7 +57,7 @@ def make_blocks(problem: Problem, positions: Int64Array, *, limit: int, max_rows
         shared[1:], shared_costs[1:] = trie.between(places[:-1], places[1:])
     tokens = _sums(problem.widths_R[positions] - shared)
     costs = _sums(problem.costs_R[positions] - shared_costs)
-    starts = np.array(_cut(shared, tokens.tolist(), limit, max_rows), dtype=np.int64)
+    starts = np.array(_cut(shared, tokens.tolist(), limit, max_rows, ratio), dtype=np.int64)
     ends = np.append(starts[1:], places.size)
     return Blocks(
         positions=np.split(positions, starts[1:]),
@@ -64,12 +72,19 @@ def _sums(values: Int64Array) -> Int64Array:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
 
 
-def _cut(shared_R: Int64Array, tokens: list[int], limit: int, max_rows: int) -> list[int]:
+def _cut(shared_R: Int64Array, tokens: list[int], limit: int, max_rows: int, ratio: int | None) -> list[int]:
     """First row of each block; ``tokens[i]`` are those of the first i rows, each less what it shares."""
     shared = shared_R.tolist()
 
+    def most(start: int, end: int) -> int:
+        if ratio is None:
+            return limit
+        return min(limit, max(limit // _LEAST_PART, ratio * int(shared_R[start + 1 : end].min())))
+
     def fits(start: int, end: int) -> bool:
-        return end - start == 1 or (tokens[end] - tokens[start] + shared[start] <= limit and end - start <= max_rows)
+        if end - start == 1:
+            return True
+        return tokens[end] - tokens[start] + shared[start] <= most(start, end) and end - start <= max_rows
 
     starts: list[int] = []
     runs = [(0, shared_R.size)]
@@ -85,11 +100,11 @@ def _cut(shared_R: Int64Array, tokens: list[int], limit: int, max_rows: int) -> 
         for a, b in pairwise(cuts):
             if not fits(a, b):
                 runs.append((a, b))
-                starts.extend(_even_runs(whole, prefix, shared, tokens, limit, max_rows))
+                starts.extend(_even_runs(whole, prefix, shared, tokens, most(start, end), max_rows))
                 whole = []
             else:
                 whole.append((a, b))
-        starts.extend(_even_runs(whole, prefix, shared, tokens, limit, max_rows))
+        starts.extend(_even_runs(whole, prefix, shared, tokens, most(start, end), max_rows))
     return sorted(starts)
 
 

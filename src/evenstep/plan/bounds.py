@@ -14,7 +14,7 @@ from evenstep.plan.problem import Problem
 from evenstep.plan.profile import heads_and_level
 from evenstep.types import Int64Array
 
-__all__ = ["Bounds", "fewest_cells", "lower_bounds", "tree_lockstep_bound"]
+__all__ = ["Bounds", "TreeBound", "fewest_cells", "lower_bounds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,6 @@ def fewest_cells(problem: Problem, positions: Int64Array | None = None) -> int:
     if capacity is None:
         return by_rows
     alone = int(np.searchsorted(-widths, -capacity, side="left"))
-    if problem.trie is not None and problem.trie.is_shared:
-        rows = np.arange(problem.num_rows) if positions is None else positions
-        in_cells = _fewest_tree_cells(problem, rows[alone:], capacity)
-        return alone + (in_cells if room.max_rows is None else max(in_cells, -(-(rows.size - alone) // room.max_rows)))
     rest = widths[alone:]
     if room.layout == "padded":
         return alone + _fewest_groups(rest, capacity, room.max_rows)
@@ -86,54 +82,102 @@ def _fewest_bins(widths_desc: Int64Array, capacity: int) -> int:
     return max(-(-total // capacity), int((num_heavy + num_middle + extra).max()))
 
 
-def _fewest_tree_cells(problem: Problem, positions: Int64Array, capacity: int) -> int:
-    """Cells that rows which fit need at least, in layout ``tree``.
-
-    By tokens: n cells compute every distinct token and repeat at least ``_repeated`` ones. By what no two rows share: a
-    cell holds its rows' own tokens beside the shared beginning of one of them.
-    """
-    if positions.size == 0:
-        return 0
-    lengths, shared, _ = _in_order_of_tokens(problem, positions)
-    needed = int((lengths - shared).sum()) + _sums(np.sort(shared[1:]))  # n = 1, 2, ..., R
-    enough = needed <= capacity * np.arange(1, positions.size + 1)
-    by_tokens = int(enough.argmax()) + 1
-    begins = np.maximum(shared, np.append(shared[1:], 0))
-    own, least = np.sort(lengths - begins)[::-1], int(begins.min())
-    return max(by_tokens, _fewest_bins(own[own > 0], capacity - least) if capacity > least else 1)
-
-
-def _in_order_of_tokens(problem: Problem, positions: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Of rows in the order of their tokens: lengths, what each shares with the one before, and the cost of that."""
-    trie = problem.trie
-    assert trie is not None
-    places = np.sort(trie.place_R[positions])
-    tokens, costs = trie.between(places[:-1], places[1:])
-    return problem.lengths_R[trie.position_R[places]], np.append(0, tokens), np.append(0, costs)
-
-
 def _sums(values: Int64Array) -> Int64Array:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
 
 
-def _tree_cost(problem: Problem, positions: Int64Array, num_cells: int) -> int:
-    """Least that these rows cost together in ``num_cells`` cells with rows.
+class TreeBound:
+    """What rows of layout ``tree``, all of them or those at some positions, need at least."""
 
-    At each depth d there are R_d sets of rows that are one or end there; n cells hold at least max(n, R_d) pairs of a
-    cell and such a set, so beyond the distinct tokens at least n - R_d are repeated. Summed over depths, and weighed
-    by what a token costs at its depth: the cost of the n - 1 least shared beginnings of neighbours.
-    """
-    _, _, costs = _in_order_of_tokens(problem, positions)
-    distinct = int(problem.costs_R[positions].sum() - costs.sum())
-    return distinct + int(np.sort(costs[1:])[: num_cells - 1].sum())
+    def __init__(self, problem: Problem, positions: Int64Array | None = None) -> None:
+        trie = problem.trie
+        assert trie is not None
+        self.problem = problem
+        self.capacity = problem.room.capacity
+        every = np.arange(problem.num_rows) if positions is None else positions
+        self.num_rows = int(every.size)
+        places = np.sort(trie.place_R[every])
+        self.shared_R, costs = (np.append(0, found) for found in trie.between(places[:-1], places[1:]))
+        self.cost = int(problem.costs_R[every].sum() - costs.sum())  # of the distinct tokens
+        # rows over the budget stand alone, so the others share among themselves
+        fitting = np.sort(trie.place_R[every[every >= problem.num_overlong]])
+        self.num_alone = self.num_rows - int(fitting.size)
+        self.fitting_lengths_R = problem.lengths_R[trie.position_R[fitting]]
+        self.fitting_shared_R = np.append(0, trie.between(fitting[:-1], fitting[1:])[0])[: fitting.size]
+        self.repeats = self._forced_repeats()
 
+    def _forced_repeats(self) -> list[tuple[int, int, int]]:
+        """(from, to, m - 1): beginnings that the budget puts into at least m cells, over depths above from up to to.
 
-def tree_lockstep_bound(problem: Problem, num_microbatches: int) -> int:
-    """Least lockstep cost of rows of layout ``tree`` that may go anywhere, in exactly K micro-batches."""
-    rows = np.arange(problem.num_rows)
-    num_cells = min(problem.num_rows, num_microbatches * problem.num_ranks)
-    mean = -(-_tree_cost(problem, rows, num_cells) // problem.num_ranks)
-    return max(mean, int(problem.costs_R[0])) + problem.c0 * num_microbatches
+        Rows that have their first d tokens in common and t others, counted as often as they are repeated among
+        themselves, need m = ⌈t / (budget - d)⌉ cells: each holds these d tokens.
+        """
+        if self.capacity is None or self.fitting_shared_R.size < 2:
+            return []
+        shared = self.fitting_shared_R
+        new = _sums(self.fitting_lengths_R - shared)  # tokens of the first i rows, each less what it shares
+        nodes: list[list[int]] = []  # depth of the node above, its own depth, tokens below it, index of the one above
+        stack = [(0, shared.size, 0, -1)]
+        while stack:
+            start, end, above, parent = stack.pop()
+            inner = shared[start + 1 : end]
+            depth = int(inner.min())
+            cuts = np.concatenate([[start], np.flatnonzero(inner == depth) + start + 1, [end]])
+            tokens = new[cuts[1:]] - new[cuts[:-1]] + shared[cuts[:-1]]  # of each child by itself
+            is_over = tokens > self.capacity
+            stack += [(int(cuts[i]), int(cuts[i + 1]), depth, len(nodes)) for i in np.flatnonzero(is_over).tolist()]
+            nodes.append([above, depth, int((tokens - depth)[~is_over].sum()), parent])
+        repeats: list[tuple[int, int, int]] = []
+        for above, depth, below, parent in reversed(nodes):
+            num_cells = -(-below // (self.capacity - depth)) if below else 1
+            repeats.append((above, depth, num_cells - 1))
+            if parent >= 0:
+                nodes[parent][2] += num_cells * (depth - above) + below
+        return repeats
+
+    @property
+    def num_cells(self) -> int:
+        """Cells that the rows need.
+
+        By tokens: n cells compute every distinct token and repeat the n - 1 least beginnings that neighbours share. By
+        what no two rows share: a cell holds its rows' own tokens beside the shared beginning of one of them. By what
+        the budget forces them to repeat.
+        """
+        lengths, shared, capacity = self.fitting_lengths_R, self.fitting_shared_R, self.capacity
+        max_rows = self.problem.room.max_rows
+        by_rows = min(1, shared.size) if max_rows is None else -(-shared.size // max_rows)
+        if capacity is None or shared.size == 0:
+            return self.num_alone + by_rows
+        needed = int((lengths - shared).sum()) + _sums(np.sort(shared[1:]))  # n = 1, 2, ..., R
+        by_tokens = int((needed <= capacity * np.arange(1, shared.size + 1)).argmax()) + 1
+        begins = np.maximum(shared, np.append(shared[1:], 0))
+        own, least = np.sort(lengths - begins)[::-1], int(begins.min())
+        in_bins = _fewest_bins(own[own > 0], capacity - least) if capacity > least else 1
+        by_repeats = self.repeats[-1][2] + 1 if self.repeats else 1  # of the root, which comes last
+        return self.num_alone + max(by_rows, by_tokens, in_bins, by_repeats)
+
+    def cost_in(self, num_cells: int) -> int:
+        """Least that the rows cost together in ``num_cells`` cells with rows.
+
+        At each depth d there are R_d sets of rows that are one or end there; n cells hold at least max(n, R_d) pairs of
+        a cell and such a set, and at least R_d and what the budget forces to repeat. So beyond the distinct tokens that
+        many are repeated: summed over depths, and weighed by what a token costs at its depth.
+        """
+        least = np.sort(self.shared_R[1:])[: num_cells - 1]
+        above, depths, more = np.array(self.repeats, dtype=np.int64).reshape(-1, 3).T
+        ends = np.unique(np.concatenate([[0], least, above, depths]))
+        forced = np.zeros(ends.size, dtype=np.int64)  # at the depths up to each end, above the one before
+        np.add.at(forced, np.searchsorted(ends, above), more)
+        np.add.at(forced, np.searchsorted(ends, depths), -more)
+        forced = np.cumsum(forced)[:-1]
+        spread = least.size - np.searchsorted(least, ends[1:])
+        return self.cost + int((np.maximum(spread, forced) * np.diff(self.problem.costs_of_beginnings(ends))).sum())
+
+    def lockstep(self, num_microbatches: int) -> int:
+        """Least lockstep cost of rows that may go anywhere, in exactly K micro-batches."""
+        num_ranks = self.problem.num_ranks
+        mean = -(-self.cost_in(min(self.num_rows, num_microbatches * num_ranks)) // num_ranks)
+        return max(mean, int(self.problem.costs_R[0])) + self.problem.c0 * num_microbatches
 
 
 def _tree_bounds(problem: Problem, rank_of_R: Int64Array | None) -> Bounds:
@@ -142,10 +186,9 @@ def _tree_bounds(problem: Problem, rank_of_R: Int64Array | None) -> Bounds:
         parts, num_ranks = [np.arange(problem.num_rows)], problem.num_ranks
     else:
         parts, num_ranks = [np.flatnonzero(rank_of_R == r) for r in range(problem.num_ranks)], 1
-    k = problem.round_k(max(-(-fewest_cells(problem, part) // num_ranks) for part in parts))
-    busiest = max(
-        -(-_tree_cost(problem, part, min(part.size, k * num_ranks)) // num_ranks) for part in parts if part.size
-    )
+    found = [TreeBound(problem, part) for part in parts if part.size]
+    k = problem.round_k(max(-(-each.num_cells // num_ranks) for each in found))
+    busiest = max(-(-each.cost_in(min(each.num_rows, k * num_ranks)) // num_ranks) for each in found)
     bound = max(busiest, int(problem.costs_R[0]))
     overhead = problem.c0 * k
     return Bounds(num_microbatches=k, lockstep=bound + overhead, rank=bound + overhead)

@@ -63,6 +63,10 @@ class Problem:
         """Cost of a row of each width, without c0."""
         return _to_units(self.cost, widths, self.scale)
 
+    def costs_of_beginnings(self, lengths: Int64Array) -> Int64Array:
+        """Cost of the first so many tokens of a row of layout ``tree``."""
+        return _costs_of_lengths(self.cost, lengths, self.scale)
+
     @property
     def num_overlong(self) -> int:
         """Rows that alone exceed the budget; they are the first positions."""

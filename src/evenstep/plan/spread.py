@@ -8,7 +8,7 @@ import numpy as np
 
 from evenstep.plan.balance import place_for_ranks
 from evenstep.plan.blocks import even_runs, make_blocks, put_into_cells
-from evenstep.plan.bounds import lower_bounds, tree_lockstep_bound
+from evenstep.plan.bounds import TreeBound, lower_bounds
 from evenstep.plan.deal import Placed, deal, lockstep_cost
 from evenstep.plan.exchange import exchange_rows
 from evenstep.plan.local import group_rows, split_to_count
@@ -31,8 +31,9 @@ class _Work:
     levels: tuple[int, ...]  # per mille of the level that the bound implies
     starts: int  # partitions that are improved by exchanges
     shares: tuple[int, ...]  # tree: largest block, per cent of the mean cell
+    ratios: tuple[int, ...]  # tree: most tokens of a block over those that it repeats where it is split off
     affinities: tuple[int, ...]  # tree: how much blocks look for cells that have their prefix
-    most_put: int  # tree: blocks that are put into cells, for each K
+    most_put: int  # tree: blocks of each kind that are put into cells, for each K
     exchanges: int  # cells times rounds of exchanges, for each of these partitions
     most_rounds: int  # rounds of exchanges at most
     width: int  # rows of a cell that an exchange looks at
@@ -48,6 +49,7 @@ _WORK: dict[Effort, _Work] = {
         levels=(950, 1000),
         starts=1,
         shares=(100, 25, 12),
+        ratios=(32, 16),
         affinities=(1, 3),
         most_put=3_000,
         exchanges=4_000,
@@ -62,6 +64,7 @@ _WORK: dict[Effort, _Work] = {
         levels=(930, 950, 980, 1000, 1010, 1030),
         starts=3,
         shares=(120, 100, 80, 50, 33, 25, 12),
+        ratios=(64, 32, 16, 8, 4),
         affinities=(0, 1, 3),
         most_put=60_000,
         exchanges=33_000,
@@ -142,28 +145,24 @@ def _tree(problem: Problem, work: _Work) -> _Found:
     """Try blocks of several sizes in a few K; the packed plan, which ignores what rows share, is one of the tries."""
     packed = _packed(problem.as_packed, work)
     found = [_judge(problem, packed.cell_of_R, packed.num_microbatches), *_fewest(problem)]
-    every, least = np.arange(problem.num_rows), lower_bounds(problem).num_microbatches
+    every, bound = np.arange(problem.num_rows), TreeBound(problem)
+    least = problem.round_k(-(-bound.num_cells // problem.num_ranks))
     distinct = int(problem.cell_tokens(np.zeros_like(every), 1)[0])
     capacity = problem.room.capacity
-    max_rows = problem.room.max_rows or problem.num_rows
     k = least
     while True:
         num_cells = k * problem.num_ranks
-        tries = [even_runs(problem, num_cells)]
         mean = -(-distinct // num_cells)
-        num_put = 0
-        for share in work.shares:
-            blocks = make_blocks(
-                problem, every, limit=min(capacity or distinct, mean * share // 100), max_rows=max_rows
-            )
-            for affinity in work.affinities:
-                num_put += blocks.tokens_M.size
-                if num_put <= work.most_put:
-                    cell_of_M = put_into_cells(problem, blocks, num_cells, affinity=affinity, capacity=capacity)
-                    tries.append(None if cell_of_M is None else blocks.cell_of_rows(cell_of_M, problem.num_rows))
-        here = [_judge(problem, _fill_empty(problem, cells, k), k) for cells in tries if cells is not None]
-        here.sort(key=lambda item: item.cost)  # stable: the earlier of equals stays first
-        for start in here[: work.starts]:
+        here = _judged(
+            problem,
+            k,
+            [
+                even_runs(problem, num_cells),
+                *_put(problem, work, k, [(mean * share // 100, None) for share in work.shares]),
+            ],
+        )
+        others = _judged(problem, k, _put(problem, work, k, [(mean, ratio) for ratio in work.ratios]))
+        for start in (*here[: work.starts], *others[:1]):
             size = num_cells + problem.num_rows // 8  # a round looks at every row
             rounds = min(work.most_rounds, max(_LEAST_ROUNDS, work.exchanges // size))
             better = trade_rows(problem, start.cell_of_R, k, rounds=rounds, width=work.width)
@@ -173,8 +172,37 @@ def _tree(problem: Problem, work: _Work) -> _Found:
         # more micro-batches launch and repeat more: go on only where fewer had no room, or left some to gain
         if capacity is None or (here and k > least + work.extra_microbatches) or k > found[0].num_microbatches:
             return best
-        if tree_lockstep_bound(problem, k) >= best.cost:
+        if bound.lockstep(k) >= best.cost:
             return best
+
+
+def _put(
+    problem: Problem, work: _Work, num_microbatches: int, kinds: list[tuple[int, int | None]]
+) -> list[Int64Array | None]:
+    """Cells of blocks of each kind (limit, ratio), as far as the work allows."""
+    capacity = problem.room.capacity
+    num_cells, num_put = num_microbatches * problem.num_ranks, 0
+    found: list[Int64Array | None] = []
+    for limit, ratio in kinds:
+        blocks = make_blocks(
+            problem,
+            np.arange(problem.num_rows),
+            limit=limit if capacity is None else min(capacity, limit),
+            max_rows=problem.room.max_rows or problem.num_rows,
+            ratio=ratio,
+        )
+        for affinity in work.affinities:
+            num_put += blocks.tokens_M.size
+            if num_put <= work.most_put:
+                cell_of_M = put_into_cells(problem, blocks, num_cells, affinity=affinity, capacity=capacity)
+                found.append(None if cell_of_M is None else blocks.cell_of_rows(cell_of_M, problem.num_rows))
+    return found
+
+
+def _judged(problem: Problem, num_microbatches: int, tries: list[Int64Array | None]) -> list[_Found]:
+    """The tries that the budget has room for, the cheapest first; of equals the earlier."""
+    filled = [_fill_empty(problem, cells, num_microbatches) for cells in tries if cells is not None]
+    return sorted((_judge(problem, cells, num_microbatches) for cells in filled), key=lambda item: item.cost)
 
 
 def _packed(problem: Problem, work: _Work) -> _Found:
