@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from evenstep.config_components import component_types
-from evenstep.config_schema import Config, known_keys
+from evenstep.config.components import component_types
+from evenstep.config.schema import Config, known_keys
 
 TARGET = Path(__file__).parent.parent / "docs" / "config.md"
 HEAD = """\

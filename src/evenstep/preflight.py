@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.config import Config, read_toml
-from evenstep.config_schema import known_keys
+from evenstep.config.schema import known_keys
 from evenstep.errors import ConfigError
 from evenstep.model_files import (
     PYPI,

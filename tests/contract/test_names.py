@@ -32,8 +32,8 @@ from typer.testing import CliRunner
 import evenstep
 from evenstep.cli import app
 from evenstep.config import load_config
-from evenstep.config_components import component_types
-from evenstep.config_schema import known_keys
+from evenstep.config.components import component_types
+from evenstep.config.schema import known_keys
 from evenstep.errors import ConfigError
 from evenstep.files.lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
 
@@ -98,7 +98,7 @@ def test_public_names_are_what_was_promised() -> None:
 
 
 def test_every_configuration_key_is_used() -> None:
-    sources = [path for path in (ROOT / "src").rglob("*.py") if not path.name.startswith("config")]
+    sources = [path for path in (ROOT / "src").rglob("*.py") if "config" not in path.parts]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     unused = [f"{section}.{name}" for section, name in known_keys() if not re.search(rf"\.{name}\b", text)]
     assert unused == []

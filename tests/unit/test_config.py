@@ -27,8 +27,9 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.config import ELSEWHERE, Config, load_config, parse_override
-from evenstep.config_schema import known_keys
+from evenstep.config import Config, load_config, parse_override
+from evenstep.config.loading import ELSEWHERE
+from evenstep.config.schema import known_keys
 from evenstep.errors import ConfigError
 from evenstep.model_files import model_settings
 from evenstep.preflight import EXTRAS, check_extra, check_model, check_ranks, check_run_folder, preflight

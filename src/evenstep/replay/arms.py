@@ -8,7 +8,7 @@ from typing import Any
 import tomli_w
 
 from evenstep.config import Config, load_config, parse_override
-from evenstep.config_schema import PlanSection
+from evenstep.config.schema import PlanSection
 from evenstep.errors import ConfigError
 from evenstep.validation import nearest
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from evenstep.config_schema import EngineSection
+from evenstep.config.schema import EngineSection
 from evenstep.errors import ConfigError, EngineError
 from evenstep.preflight import check_engine
 from evenstep.rollout.server_process import (

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from evenstep.config_schema import Config, PlanSection, RolloutSection, Section, TrainSection
+from evenstep.config.schema import Config, PlanSection, RolloutSection, Section, TrainSection
 from evenstep.errors import ConfigError
 
 __all__ = ["check_relations", "listed"]

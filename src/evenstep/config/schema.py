@@ -9,7 +9,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from evenstep.config_components import component_type
+from evenstep.config.components import component_type
 
 __all__ = ["Config", "Section", "known_keys"]
 

@@ -1,12 +1,4 @@
-"""A run's configuration: TOML files merged left to right, ``--set`` on top, checked as a whole before anything starts.
-
-Values are never rewritten: what a file says is what runs, or it is refused with the key, the value and the fix.
-``Config.resolved()`` is TOML text with every key, and loads to the same configuration.
-
->>> from evenstep.config import parse_override
->>> parse_override("train.lr=1e-5"), parse_override("plan.layout=packed")
-((('train', 'lr'), 1e-05), (('plan', 'layout'), 'packed'))
-"""
+"""Loading a configuration: files merged, overrides on top, every mistake named by its file and key."""
 
 from __future__ import annotations
 
@@ -18,14 +10,14 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from evenstep.config_components import component_type, component_types, options_model
-from evenstep.config_relations import check_relations, listed
-from evenstep.config_schema import CompactionSection, Config, EnvironmentSection, Section, known_keys
+from evenstep.config.components import component_type, component_types, options_model
+from evenstep.config.relations import check_relations, listed
+from evenstep.config.schema import CompactionSection, Config, EnvironmentSection, Section, known_keys
 from evenstep.errors import ConfigError, FileFormatError
 from evenstep.plugins import is_own_class
 from evenstep.validation import dotted, nearest, promise, shown
 
-__all__ = ["Config", "load_config", "parse_override"]
+__all__ = ["load_config", "parse_override", "read_toml"]
 
 Key = tuple[str, ...]
 # what other trainers call a key
