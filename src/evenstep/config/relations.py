@@ -200,6 +200,11 @@ def _agent_problems(config: Config) -> list[str]:
             "rollout.in_flight_updates changes weights between two batches of the agent loop, found agent.kind = "
             "'command', whose calls share batches as they come; leave it out"
         )
+    if config.rollout.cut_off != "ok":
+        problems.append(
+            f"rollout.cut_off looks at the last output of the agent loop, found {config.rollout.cut_off!r} with "
+            f"agent.kind = 'command', whose program reports its rollout's status; leave it out"
+        )
     if config.compaction.policy != "none":
         problems.append(
             f"compaction.policy is of the agent loop, found {config.compaction.policy!r} with agent.kind = 'command', "

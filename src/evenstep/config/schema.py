@@ -73,6 +73,11 @@ class RolloutSection(Section):
     drop_zero_spread: bool = Field(
         False, description="drop groups whose rewards are all equal, and replace them, before the collection closes"
     )
+    cut_off: Literal["ok", "truncated"] = Field(
+        "ok",
+        description="status of a rollout whose episode ends with an output that was cut off at `max_tokens_per_call`: "
+        "`ok` where actions are that long by intent, `truncated` where answers end by themselves",
+    )
     truncated: Literal["train", "mask"] = Field(
         "train", description="`mask`: truncated rollouts are neither in the baseline nor trained"
     )

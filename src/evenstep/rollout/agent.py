@@ -133,10 +133,10 @@ async def run_rollout(
 
     Before every call the guard compares prompt tokens + ``max_tokens_per_call`` + what compaction itself needs with
     ``max_context_tokens``. When they do not fit, or when compaction is due, the context is compacted, a second time if
-    once was not enough. The
-    rollout is ``truncated`` when it still does not fit, or when ``max_calls`` or ``max_segments`` is reached; it is
-    then scored as it stands. An exception inside the environment, a call of it that takes longer than
-    ``step_timeout_s``, or a reward that is no finite number makes the rollout ``failed``, with the traceback as its
+    once was not enough. The rollout is ``truncated`` when it still does not fit, when ``max_calls`` or ``max_segments``
+    is reached, or by choice when the episode ends with an output that was cut off; it is then scored as it stands. An
+    exception inside the environment, a call of it that takes longer than ``step_timeout_s``, or a reward that is no
+    finite number makes the rollout ``failed``, with the traceback as its
     ``status_reason``.
 
     Raises:
@@ -154,6 +154,7 @@ async def run_rollout(
             environment.use_model(lambda: Conversation(recorder, supervised.waiting_for_model))
         try:
             await _play(supervised, recorder, compaction, played)
+            recorder.end()
         except TruncatedError as reason:
             status, status_reason = "truncated", str(reason)
         episode = Episode(num_segments=recorder.num_segments, visible_observations=played.visible)

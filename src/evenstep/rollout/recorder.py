@@ -28,6 +28,7 @@ class AgentOptions:
     temperature: float = 1.0  # 0: greedy
     max_calls: int = 64
     max_segments: int = 16
+    is_cut_off_truncated: bool = False  # whether an episode that ends with an output cut off by a limit is truncated
     step_timeout_s: float = 60.0  # most seconds of one call of the environment
     timeout_s: float | None = None  # most seconds of all of them in a rollout together; None: any
     vocab_size: int | None = None  # of the model that is trained; an output id at or above it is refused
@@ -91,6 +92,20 @@ class Recorder:
         if self._last is None:
             return True
         return prompt.continues(self._last.prompt_ids + self._last.output_ids, self._last.media)
+
+    def end(self) -> None:
+        """The episode is over.
+
+        Raises:
+            TruncatedError: with an output that was cut off, where that counts.
+        """
+        last = self._last
+        if self.options.is_cut_off_truncated and last is not None and last.finish_reason == "length":
+            raise TruncatedError(
+                f"the episode ended with an output that was cut off after {len(last.output_ids)} tokens "
+                f"(max_tokens_per_call = {self.options.max_tokens_per_call}, max_context_tokens = "
+                f"{self.options.max_context_tokens})"
+            )
 
     def start_segment(self) -> None:
         """Let the agent's next call begin a segment, because its context was compacted."""

@@ -88,6 +88,7 @@ class Collector:
             temperature=config.rollout.temperature,
             max_calls=config.rollout.max_calls,
             max_segments=config.rollout.max_segments,
+            is_cut_off_truncated=config.rollout.cut_off == "truncated",
             step_timeout_s=config.rollout.step_timeout_s,
             timeout_s=config.rollout.timeout_s,
             vocab_size=models.sampler.config.get_text_config().vocab_size,

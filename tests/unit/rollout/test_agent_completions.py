@@ -5,6 +5,8 @@
    too many tokens, an aborted request, something else altogether) ends the run with what to do, and is never a reward.
 3. An engine's own cancellation is its failure, and ours is not.
 4. A batch with an answer too few or too many ends every rollout of it in the same way.
+5. By choice an episode that ends with an output that was cut off is truncated, with its reward; one that went on after
+   such an output is not.
 """
 
 from __future__ import annotations
@@ -36,6 +38,27 @@ class OneTurn:
     async def score(self, episode: Episode) -> Score:
         self.num_scores += 1
         return Score(reward=1.0)
+
+
+class ThreeTurns(OneTurn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observations = ["more", "more"]
+
+    async def step(self, action: str) -> str | None:
+        return self.observations.pop() if self.observations else None
+
+
+def test_episodes_that_end_cut_off() -> None:
+    cut = replace(says("hi"), output_ids=(104, 105), logprobs=(-0.5, -0.5), finish_reason="length")
+    limits = {"max_tokens_per_call": 2, "is_cut_off_truncated": True}
+    for environment, answers in ((OneTurn, [cut]), (ThreeTurns, ["a", "b", cut]), (ThreeTurns, [cut] * 3)):
+        rollout = played(environment(), *answers, **limits)
+        assert (rollout.status, rollout.reward, len(rollout.calls)) == ("truncated", 1.0, len(answers))
+        assert "cut off after 2 tokens (max_tokens_per_call = 2, " in str(rollout.status_reason)
+        assert played(environment(), *answers, max_tokens_per_call=2).status == "ok"
+    gone_on = played(ThreeTurns(), cut, cut, "c", **limits)
+    assert (gone_on.status, gone_on.status_reason, gone_on.reward) == ("ok", None, 1.0)
 
 
 def test_numpy_numbers_become_plain_ones() -> None:

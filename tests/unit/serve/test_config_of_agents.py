@@ -24,6 +24,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "openai_agent.toml"
         (["agent.kind=program"], "`agent.kind` must be 'loop' or 'command'"),
         (["agent.reward=stdout"], "`agent.reward` must be 'environment' or 'call'"),
         (["agent.rollout_timeout_s=0"], "`agent.rollout_timeout_s` must be > 0"),
+        (["rollout.cut_off=truncated"], "rollout.cut_off looks at the last output of the agent loop"),
         (["compaction.policy=recency"], "compaction.policy is of the agent loop, found 'recency'"),
         (
             ["rollout.in_flight_updates=true", "rollout.max_staleness=1"],
