@@ -5,12 +5,14 @@
 3. ``--dry-run`` checks the model and prints a configuration that loads again, and makes no folder.
 4. Everything wrong is found before torch is imported.
 5. Under torchrun, ``--ranks`` must agree with it.
+6. Ctrl-C and SIGTERM end a replay or a tuning with a line and their exit codes.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 import tomllib
@@ -19,10 +21,12 @@ from typing import Any
 
 import pytest
 import tomli_w
+import typer
 from typer.testing import CliRunner, Result
 
 from evenstep import __version__
 from evenstep.cli import app
+from evenstep.cli.errors import stoppable
 from evenstep.errors import ConfigError
 
 
@@ -149,3 +153,15 @@ def test_mistakes_are_found_without_torch(config: Path) -> None:
     result = python(code)
     assert result.returncode == 0, result.stderr
     assert "at most 64" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_is_said(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(typer.Exit) as ended, stoppable():
+            signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.exit_code == 128 + number
+    assert capsys.readouterr().err == "\nStopped; nothing is left behind.\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from evenstep.cli.errors import short_errors
+from evenstep.cli.errors import short_errors, stoppable
 
 __all__ = ["replay"]
 
@@ -99,7 +98,7 @@ def replay(
         from evenstep.errors import ConfigError
         from evenstep.preflight import check_extra, check_model, check_ranks
         from evenstep.replay.recorded import is_run_folder
-        from evenstep.replay.session import ReplayOptions, ReplayStopped, write_result
+        from evenstep.replay.session import ReplayOptions, write_result
         from evenstep.replay.session import replay as run_replay
         from evenstep.replay.show import make_progress, print_result
 
@@ -133,14 +132,8 @@ def replay(
             num_compared=compare_steps,
             scratch=scratch,
         )
-        signal.signal(signal.SIGTERM, _stop)
-        try:
-            with make_progress(sys.stderr) as progress:
-                result = run_replay(options, run_ranks=run_ranks, progress=progress)
-        except ReplayStopped as stop:
-            raise _stopped(stop.number) from None
-        except KeyboardInterrupt:
-            raise _stopped(signal.SIGINT) from None
+        with stoppable(), make_progress(sys.stderr) as progress:
+            result = run_replay(options, run_ranks=run_ranks, progress=progress)
         print_result(result, sys.stdout)
         paths = [] if json_path is None else [json_path]
         if is_run_folder(source):
@@ -176,14 +169,3 @@ def _config(source: Path, configs: list[Path], overrides: list[str], model: str 
     if model is not None:
         given.append(f"model.path={json.dumps(model, ensure_ascii=False)}")
     return load_config(paths, given)
-
-
-def _stop(number: int, _: object) -> None:
-    from evenstep.replay.session import ReplayStopped
-
-    raise ReplayStopped(number)
-
-
-def _stopped(number: int) -> typer.Exit:
-    typer.secho("\nStopped; nothing is left behind.", fg=typer.colors.YELLOW, err=True)
-    return typer.Exit(128 + number)

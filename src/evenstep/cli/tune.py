@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evenstep.cli.errors import short_errors
+from evenstep.cli.errors import short_errors, stoppable
 
 if TYPE_CHECKING:
     from evenstep.config import Config
@@ -51,8 +49,9 @@ def tune(
     """
     with short_errors(debug=debug):
         from evenstep.config import load_config
+        from evenstep.files.writing import write_text
         from evenstep.preflight import check_extra, check_model, check_ranks
-        from evenstep.replay.session import ReplayStopped, write_result
+        from evenstep.replay.session import write_result
         from evenstep.tune.session import TuneOptions, machine_memory_bytes, overlay, parse_bytes
         from evenstep.tune.session import tune as run_tune
 
@@ -70,13 +69,8 @@ def tune(
         options = TuneOptions(
             config=config, num_ranks=num_ranks, limit_bytes=limit, margin=margin, probe_seconds=probe_seconds
         )
-        signal.signal(signal.SIGTERM, _stop)
-        try:
+        with stoppable():
             result = run_tune(options, run_ranks=run_ranks, say=lambda text: typer.echo(text, err=True))
-        except ReplayStopped as stop:
-            raise _stopped(stop.number) from None
-        except KeyboardInterrupt:
-            raise _stopped(signal.SIGINT) from None
         for line in _lines(result, config):
             typer.echo(line)
         if json_path is not None:
@@ -86,9 +80,7 @@ def tune(
         if out is None:
             typer.echo(f"\n{text}", nl=False)
         else:
-            partial = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(out)
+            write_text(out, text)
             typer.echo(f"{out}: train with: evenstep train {' '.join(map(str, configs))} {out}")
 
 
@@ -113,14 +105,3 @@ def _lines(result: dict[str, Any], config: Config) -> list[str]:
             f"would stand alone, at {fit['fixed_bytes'] / mib:,.0f} MiB and more"
         )
     return lines
-
-
-def _stop(number: int, _: object) -> None:
-    from evenstep.replay.session import ReplayStopped
-
-    raise ReplayStopped(number)
-
-
-def _stopped(number: int) -> typer.Exit:
-    typer.secho("\nStopped; nothing is left behind.", fg=typer.colors.YELLOW, err=True)
-    return typer.Exit(128 + number)

@@ -12,7 +12,7 @@ from evenstep.imports.rows import FoundRow, RowColumns
 from evenstep.imports.text_lines import as_count, as_ids, numbered_lines, optional_text
 from evenstep.validation import nearest, shown
 
-__all__ = ["guess_column", "length_row", "looks_like_lengths", "read_csv", "read_numbers"]
+__all__ = ["guess_column", "is_number", "length_row", "looks_like_lengths", "read_csv", "read_numbers"]
 
 # in order of preference; compared without case, "-" and blanks as "_"
 LENGTH_NAMES = (
@@ -98,7 +98,7 @@ def read_csv(path: Path, columns: RowColumns, column: str | None) -> None:
     delimiter = max(",;\t", key=header.count)
     names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter))]
     where = f"{path}, line {at[0]}"
-    if all(_is_number(name) for name in names) and len(names) > 1:
+    if all(is_number(name) for name in names) and len(names) > 1:
         problem = (
             f"must be a header, found the numbers {shown(header.strip())}; put a line with the columns' names first"
         )
@@ -149,7 +149,8 @@ def _table_row(names: Sequence[str], chosen: int) -> Callable[[Sequence[str]], F
     return row_of
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str | bytes) -> bool:
+    """Whether a text is written like a number."""
     try:
         float(text)
     except ValueError:

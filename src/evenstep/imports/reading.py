@@ -205,7 +205,7 @@ def _detected(path: Path) -> str:
                 for name, looks in _LOOKS:
                     if values and looks(values):
                         return name
-            elif _is_number(stripped):
+            elif plain.is_number(stripped):
                 return "numbers"
             elif count == 0 and not stripped.startswith(b"["):
                 if any(mark in stripped for mark in b",;\t") or path.name.removesuffix(".gz").endswith(".csv"):
@@ -222,14 +222,6 @@ def _detected(path: Path) -> str:
         f"{path}: must look like one of {', '.join(FORMATS)}, found {shown(seen)}; name its format with --format, or "
         f"the field that holds lengths with --format lengths --column NAME"
     )
-
-
-def _is_number(text: bytes) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_word(text: bytes) -> bool:

@@ -185,11 +185,9 @@ def _envelope(values: Float64Array, starts: Int64Array) -> dict[str, list[Any]]:
 EVALUATION_KEYS = ("eval_reward_mean", "eval_floor", "eval_long_reward_mean")
 
 
-def evaluation_curves(evaluations: Sequence[Metrics], most: int = MAX_POINTS) -> dict[str, Any]:
+def evaluation_curves(evaluations: Sequence[Metrics]) -> dict[str, Any]:
     """As `curves`, of the held-out rewards."""
-    return curves(
-        [{"window": e["window"]} | {name: e.get(name) for name in EVALUATION_KEYS} for e in evaluations], most
-    )
+    return curves([{"window": e["window"]} | {name: e.get(name) for name in EVALUATION_KEYS} for e in evaluations])
 
 
 def charts_json() -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from evenstep.errors import EngineError
 __all__ = ["Connection", "UnavailableError", "connection_pool", "shortened"]
 
 UNAVAILABLE = (502, 503, 504)
+GET_S = 30.0  # most seconds until a server says something of itself
 CONNECT_S = 10.0  # most seconds until a server takes a connection
 KEEP_S = 5.0  # that an idle connection is kept
 MAX_ANSWER_BYTES = 128 * 2**20  # at a hundred for each token and its log-prob more than any context holds
@@ -69,8 +70,8 @@ class Connection:
         if api_key is not None:
             self._headers.append((b"authorization", f"Bearer {api_key}".encode()))
 
-    async def get(self, path: str, *, timeout_s: float = 30.0) -> Any:
-        return await self._call("GET", path, None, timeout_s)
+    async def get(self, path: str) -> Any:
+        return await self._call("GET", path, None, GET_S)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
         return await self._call("POST", path, body, timeout_s)
