@@ -85,7 +85,7 @@ class Connection:
         return await self._status("POST", path, {}) not in (403, 404, 405)
 
     async def _status(self, method: str, path: str, body: Mapping[str, Any] | None) -> int:
-        status = (await self._send(method, path, body, 30.0)).status
+        status = (await self._send(method, path, body, GET_S)).status
         if status in UNAVAILABLE:  # says nothing of what is there once it is up
             raise UnavailableError(f"{method} {path} answered {status}")
         return status
