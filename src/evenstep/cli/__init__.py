@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -13,6 +15,7 @@ from evenstep.cli.report import report
 from evenstep.cli.serve import serve
 from evenstep.cli.train import train
 from evenstep.cli.tune import tune
+from evenstep.rank_exit import exits_at_once
 
 __all__ = ["app", "main"]
 
@@ -48,4 +51,5 @@ def evenstep(
 
 def main() -> None:
     """Run the command that ``sys.argv`` names."""
-    app(prog_name="evenstep")
+    with exits_at_once() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else nullcontext():
+        app(prog_name="evenstep")

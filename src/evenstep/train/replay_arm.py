@@ -30,6 +30,7 @@ from torch import Tensor
 from evenstep.config import Config, load_config
 from evenstep.errors import EvenstepError, StateError
 from evenstep.plan import StepPlan
+from evenstep.rank_exit import exits_at_once
 from evenstep.replay.spec import STEPS, Launch, Windows
 from evenstep.train import distributed
 from evenstep.train.checkpoint import load_checkpoint
@@ -446,4 +447,5 @@ def report_error(folder: Path, error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exits_at_once():
+        main()

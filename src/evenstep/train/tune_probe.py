@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from evenstep.config import Config, load_config
+from evenstep.rank_exit import exits_at_once
 from evenstep.train import distributed
 from evenstep.train.memory import peak_memory_bytes, reset_peak_memory
 from evenstep.train.replay_arm import reported
@@ -165,4 +166,5 @@ def _expected_bytes(earlier: list[Measured], cell: CellShape, least: float) -> f
 
 
 if __name__ == "__main__":
-    main()
+    with exits_at_once():
+        main()
