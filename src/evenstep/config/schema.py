@@ -327,7 +327,9 @@ class TrainSection(Section):
     activation_checkpointing: bool = Field(
         False, description="recompute each layer's activations in the backward pass: less memory, more time"
     )
-    logprob_chunk_tokens: int = Field(1024, ge=1, description="trained tokens whose logits exist at once")
+    logprob_chunk_tokens: int = Field(
+        1024, ge=1, description="trained tokens whose logits exist at once, at most; fewer on a CPU"
+    )
     score_max_tokens_per_gpu: int | None = Field(
         None,
         ge=2,

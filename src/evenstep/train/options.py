@@ -66,7 +66,7 @@ class StepOptions:
     # of layouts packed and tree: sdpa, flex (CUDA), flash (packed in bfloat16, CUDA), or auto: the fastest exact one
     attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
     sync: str = "last"  # reduce sharded gradients once per window (last) or in every micro-batch (each: less memory)
-    logprob_chunk_tokens: int = 1024  # trained tokens whose logits exist at once
+    logprob_chunk_tokens: int = 1024  # trained tokens whose logits exist at once, at most; fewer on a CPU
 
     def __post_init__(self) -> None:
         choices = {

@@ -2,8 +2,8 @@
 
 1. nothing of a quarter of trained tokens × vocabulary or more is saved for the backward pass: plain, tied and
    soft-capped heads, padded and packed
-2. log-probs, entropies and gradients do not depend on the chunk size, and equal those of the model's own logits, with
-   temperature, soft cap and logit scale
+2. log-probs, entropies and gradients do not depend on the chunk size, given or a CPU's own, and equal those of the
+   model's own logits, with temperature, soft cap and logit scale
 3. a cell without trained tokens gives every parameter a zero gradient
 4. activation checkpointing changes no gradient and refuses dropout
 5. bfloat16 is compute only: parameters and gradients stay float32; half-precision parameters are refused
@@ -22,7 +22,7 @@ import evenstep
 from evenstep.errors import ConfigError
 from evenstep.train import Trainer
 from evenstep.train.collate import Cell, collate
-from evenstep.train.logprobs import cell_logprobs
+from evenstep.train.logprobs import cell_logprobs, chunked_logprobs, score_logits
 
 VOCAB = 512
 SHAPE = {
@@ -173,3 +173,30 @@ def test_half_precision_parameters_are_refused() -> None:
     model = make_model("tied").bfloat16()
     with pytest.raises(ConfigError, match=r"must be float32 .* found torch.bfloat16 in model.embed_tokens.weight"):
         Trainer(model, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("num_tokens, widest", [(0, 0), (256, 256), (600, 256)])
+def test_chunks_fit_the_cache_of_a_cpu(num_tokens: int, widest: int, entropy_gradient: bool) -> None:
+    """Of 5,000 ids no more than 256 tokens at a time; both runs of a chunk, but entropies once, and nothing changes."""
+    torch.manual_seed(1)
+    head = torch.nn.Linear(4, 5000, bias=False, dtype=torch.float64)
+    hidden, targets = torch.randn(num_tokens, 4, dtype=torch.float64), torch.randint(5000, (num_tokens,))
+    sizes: list[int] = []
+
+    def watched(hidden: Tensor) -> Tensor:
+        sizes.append(len(hidden))
+        return head(hidden)
+
+    def gradients(logprobs: Tensor, entropies: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.linspace(-1, 1, num_tokens, dtype=torch.float64)
+        loss = (weights * logprobs).sum() + ((weights * entropies).sum() if entropy_gradient else 0.0)
+        given_gradient, head_gradient = torch.autograd.grad(loss, [given, head.weight])
+        return given_gradient, head_gradient
+
+    given = [hidden.clone().requires_grad_() for _ in range(2)]
+    found = chunked_logprobs(watched, given[0], targets, 0.7, 1024, entropy_gradient, 5000)
+    whole = score_logits(head(given[1]), targets, 0.7, entropy_gradient)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradients(*found, given[0]), gradients(*whole, given[1]), rtol=0, atol=1e-12)
+    assert (max(sizes), sum(sizes)) == (widest, 2 * num_tokens)
