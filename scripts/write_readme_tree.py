@@ -14,10 +14,10 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- tree: scripts/write_readme_tree.py -->", "<!-- end of tree -->"
 FOLDERS = {
     "tests": "unit, property, golden, dist (real gloo ranks), contract; the one-row oracle",
-    "benchmarks": "planner, against the public ones",
-    "examples": "the demo, SmolLM2, the planner alone",
-    "docs": "the exact step, planning, configuration, results",
-    "scripts": "what makes the demo's policy, the picture and the generated pages",
+    "benchmarks": "planner, layouts, step and engines, beside public ones; a soak",
+    "examples": "configurations of runs, environments, an agent, the planner alone",
+    "docs": "a page for each subject, and results",
+    "scripts": "what makes tiny policies, the picture and the generated pages; vLLM for the CPU",
 }
 WIDTH = 118
 
