@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from transformers import GptOssConfig, GptOssForCausalLM
 
+from evenstep.rank_exit import exits_at_once
 from evenstep.train import Trainer, shard
 from evenstep.train.distributed import device
 from evenstep.train.launch import joined
@@ -240,4 +241,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exits_at_once():
+        main()

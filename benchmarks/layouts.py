@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from evenstep.rank_exit import exits_at_once
 from evenstep.train import Trainer, shard
 from evenstep.train.distributed import device, exchange
 from evenstep.train.launch import joined, run_ranks
@@ -251,4 +252,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exits_at_once():
+        main()

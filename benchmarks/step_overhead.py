@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from workloads import workload
 
+from evenstep.rank_exit import exits_at_once
 from evenstep.train import Trainer, shard
 from evenstep.train.attention import NODES_KWARG, attention_for
 from evenstep.train.collate import Cell, collate
@@ -310,4 +311,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exits_at_once():
+        main()

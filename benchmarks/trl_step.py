@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from layouts import LOGNORMAL_PROMPT_TOKENS, MODELS, NUM_ROLLOUTS, make_model, make_rows, measure
 
+from evenstep.rank_exit import exits_at_once
 from evenstep.train.distributed import exchange
 from evenstep.train.launch import joined, run_ranks
 
@@ -251,4 +252,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with exits_at_once():
+        main()

@@ -9,9 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,6 @@ __all__ = ["RanksEnded", "default_ranks", "has_gpu", "joined", "run_ranks"]
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # the longest wait for another rank: one may convert weights while the rest wait
 PARENT_POLL_S = 0.5
-WORKER_THREAD = "pt_gloo_runloop"
-WORKERS_REST_S = 5.0
 LOOPBACK = "127.0.0.1"
 CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # as gloo puts it
 
@@ -74,29 +71,6 @@ def joined() -> Iterator[None]:
         ) from error
     finally:
         dist.destroy_process_group()
-        _wait_for_workers()
-
-
-def _wait_for_workers() -> None:
-    """Let gloo's worker threads come to rest before the interpreter may end.
-
-    One that drops its last tensor while the interpreter ends aborts the process (pytorch issue 190489), and a process
-    group that a device mesh still holds does not join them. Here a sleep gives them the interpreter's lock; at rest
-    is one that is not running and not ready to run.
-    """
-    deadline = time.monotonic() + WORKERS_REST_S
-    still = 0
-    while still < 2 and time.monotonic() < deadline:
-        time.sleep(0.002)
-        still = still + 1 if not any(_running_workers()) else 0
-
-
-def _running_workers() -> Iterator[str]:
-    for task in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):  # the thread has ended
-            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
-            if name == WORKER_THREAD and rest.split()[0] != "S":
-                yield name
 
 
 def _end_with_parent() -> None:
