@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,12 @@ HEADINGS = {
     "gradient_relative_difference_max": "gradient",
     "loss_max_abs_difference": "loss",
 }
+FORMS = {"step_seconds_median": ".3g", "speedup_paired_median": ".2f", "padding_efficiency": ".3f"}
 LEGEND = (
     "<p>s/step: median seconds of a step; speed: how often that fits into the first arm's, median over pairs of the "
-    "same step; padding: real tokens / tokens computed; K: micro-batches per rank, median. Against the first arm, the "
-    "worst step of each: cosine and relative difference of the whole gradient before clipping, |difference| of the "
-    "loss.</p>"
+    "same step; padding: real tokens / tokens computed, above 1 where beginnings that rows share are computed once; K: "
+    "micro-batches per rank, median. Against the first arm, the worst step of each: cosine and relative difference of "
+    "the whole gradient before clipping, |difference| of the loss.</p>"
 )
 
 Json = Mapping[str, Any]
@@ -46,7 +49,7 @@ def replay_section(folder: Path) -> tuple[str, list[str]]:
     paths = sorted(folder.glob("*.json"))
     for path in paths[:MAX_FILES]:
         try:
-            tables.append(_table(path.stem, json.loads(path.read_text(encoding="utf-8"))))
+            tables.append(_table(_title(path.stem), json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, RecursionError) as error:
             problems.append(f"replay/{path.name}: {error}")
     if len(paths) > MAX_FILES:
@@ -59,6 +62,17 @@ def replay_section(folder: Path) -> tuple[str, list[str]]:
         "permuted.</p>"
     )
     return f'<section id="replay"><h2>Replay</h2>{intro}{"".join(tables)}</section>', problems
+
+
+def _title(stem: str) -> str:
+    """When the replay ended, where the file's name says so, else that name.
+
+    >>> _title("20261130T170931Z"), _title("first")
+    ('2026-11-30 17:09:31 UTC', 'first')
+    """
+    with suppress(ValueError):
+        return f"{datetime.strptime(stem, '%Y%m%dT%H%M%SZ'):%Y-%m-%d %H:%M:%S} UTC"
+    return stem
 
 
 def _table(name: str, data: Any) -> str:
@@ -83,7 +97,13 @@ def _table(name: str, data: Any) -> str:
         escaped(name, 120),
         [f"<li>{text}</li>" for arm, figures in lines for text in _sentences(arm, figures)],
     )
-    shown = [(arm, {"result": _result(figures), **figures}) for arm, figures in lines]
+    shown: list[tuple[str, Json]] = []
+    for arm, figures in lines:
+        counts = {
+            "steps_completed": _of(figures.get("steps_completed"), data.get("num_steps")),
+            "rows_consumed": _of(figures.get("rows_consumed"), figures.get("rows_expected")),
+        }
+        shown.append((arm, {"result": _result(figures), **figures, **counts}))
     there = {key for _, figures in shown for key, value in figures.items() if _is_plain(value)}
     all_keys = dict.fromkeys(key for _, figures in lines for key in figures if key in there)
     return (
@@ -107,8 +127,13 @@ def _grid(label: str, lines: Sequence[tuple[str, Json]], headings: Mapping[str, 
     )
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table><thead><tr>'
-        f'<th scope="col">arm</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<th scope="col" class="corner">arm</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+def _of(count: Any, total: Any) -> Any:
+    """A count with what it should be, where that is known."""
+    return f"{count:,}/{total:,}" if type(count) is int and type(total) is int else count
 
 
 def _result(figures: Json) -> str | None:
@@ -140,6 +165,8 @@ def _figure(key: str, value: Any) -> str:
 
     >>> _figure("gradient_cosine_min", 0.9999999991), _figure("peak_memory_bytes", 3 << 20), _figure("x", None)
     ('1 − 9e-10', '3', '–')
+    >>> _figure("step_seconds_median", 0.26788), _figure("padding_efficiency", 1.0)
+    ('0.268', '1.000')
     """
     if value is None or isinstance(value, (dict, list)):
         return "–"
@@ -147,6 +174,8 @@ def _figure(key: str, value: Any) -> str:
         return escaped(value, 300)
     if not math.isfinite(value):
         return escaped(value)
+    if key in FORMS:
+        return format(value, FORMS[key])
     if key.endswith("_bytes"):
         return f"{value / 2**20:,.0f}"
     if "cosine" in key and 0 <= 1 - value < 1e-3:

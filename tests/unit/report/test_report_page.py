@@ -494,6 +494,21 @@ def test_replays_are_tables(tmp_path: Path) -> None:
     assert any("other.json" in note for note in page.notes)
 
 
+def test_a_replay_is_read_at_a_glance(tmp_path: Path) -> None:
+    path = small_run(tmp_path / "run")
+    (path / "replay").mkdir()
+    figures = {"status": "ok", "passed": True, "steps_completed": 3, "rows_consumed": 1184, "rows_expected": 1200,
+               "step_seconds_median": 0.26788, "speedup_paired_median": 1.0, "padding_efficiency": 2.5894}  # fmt: skip
+    data = {"num_steps": 4, "arms": {"tree": figures}, "noise_floor": {"status": "ok", "steps_completed": 4}}
+    (path / "replay" / "20261130T170931Z.json").write_text(json.dumps(data))
+    section = run_page(path).html.partition('<section id="replay">')[2].partition("</section>")[0]
+    assert "<h3>2026-11-30 17:09:31 UTC</h3>" in section
+    table = section.partition("</table>")[0]
+    found = ["passed", "3/4", "1,184/1,200", "0.268", "1.00", "2.589"]
+    assert re.findall("<td>(.*?)</td>", table) == [*found, "ok", "4/4", *["–"] * 4]
+    assert "above 1 where beginnings that rows share are computed once" in section
+
+
 def test_a_failed_arm_of_a_replay_says_why_and_where(tmp_path: Path) -> None:
     path = small_run(tmp_path / "run")
     where = {"step": 3, "worst_parameter": "model.norm.weight", "worst_row": "g1/r0#1", "worst_row_microbatch": 2,
