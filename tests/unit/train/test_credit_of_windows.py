@@ -67,6 +67,13 @@ def window_of(
     return dataclasses.replace(found, rows=rows)
 
 
+RETRIED = (  # call 1 was thrown away
+    call(0, (1,), 2),
+    dataclasses.replace(call(1, (1, 2, 3), 4), parent=0, is_rejected=True),
+    dataclasses.replace(call(2, (1, 2, 3), 6), parent=0),
+)
+
+
 def test_gae_needs_one_order(tmp_path: Path) -> None:
     config = config_of(tmp_path, "gae")
 
@@ -80,6 +87,8 @@ def test_gae_needs_one_order(tmp_path: Path) -> None:
         *([1.0, 1.0], [1.0]),
         *([0.25, 0.25], [0.25]),
     ]
+    rows = credited(window_of(RETRIED), config, unused).rows
+    assert [row.token_ids.tolist() for row in rows] == [[1, 2, 3, 6]] * 2
 
 
 def test_an_estimator_by_rollout_takes_branches(tmp_path: Path) -> None:
