@@ -32,10 +32,9 @@ from evenstep.train.vision import spec_of
 from evenstep.train.window import PreparedWindow, check_images, prepare_window
 from evenstep.types import Row
 
-_log = logging.getLogger(__name__)
-
 __all__ = ["Scorer", "share_layouts"]
 
+_log = logging.getLogger(__name__)
 NO_CONTEXT_PARALLELISM = "training does no context parallelism, every rank runs whole rows: "
 
 
