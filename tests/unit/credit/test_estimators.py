@@ -2,7 +2,8 @@
 
 1. advantages by hand, and equal to the plain loops of the reference on random windows in any order
 2. uneven groups, told apart by id; a lone voter gives exactly 0 wherever a group's mean is taken
-3. flat rewards give exactly 0, in a group or over a whitened window, also where they are not exact in binary
+3. flat rewards give exactly 0, in a group or over a whitened window, also where they are not exact in binary; rewards that
+   differ by a rounding give advantages of that size
 4. splitting a rollout into rows changes no bit
 5. failed rollouts are in no result and no statistic, whatever reward and tokens they left
 6. whitening counts a rollout once per token: token-weighted mean 0, population deviation 1; by rollouts or rows not
@@ -141,6 +142,16 @@ def test_equals_the_reference(estimator: str, members: list[Credited], penalised
     result = found(members, estimator, penalties)
     assert result == pytest.approx(expected, rel=1e-9, abs=1e-9)
     assert set(result) == {member.rollout_id for member in members if member.is_voter}
+
+
+@every_estimator
+def test_rounding_is_not_magnified(estimator: str) -> None:
+    """Sums of the same parts in another order differ by one rounding, which no division by a deviation may blow up."""
+    rewards = (0.1 + 0.2, 0.3, 0.2 + 0.1, 0.3)
+    members = [
+        Credited(rollout_id=f"r{i}", group_id="g", reward=reward, num_tokens=i + 1) for i, reward in enumerate(rewards)
+    ]
+    assert max(map(abs, found(members, estimator).values())) < 1e-9
 
 
 @every_estimator
