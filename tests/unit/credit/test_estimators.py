@@ -2,8 +2,8 @@
 
 1. advantages by hand, and equal to the plain loops of the reference on random windows in any order
 2. uneven groups, told apart by id; a lone voter gives exactly 0 wherever a group's mean is taken
-3. flat rewards give exactly 0, in a group or over a whitened window, also where they are not exact in binary; rewards that
-   differ by a rounding give advantages of that size
+3. flat rewards give exactly 0, in a group or over a whitened window, also where they are not exact in binary;
+   rewards that differ by a rounding give advantages of that size
 4. splitting a rollout into rows changes no bit
 5. failed rollouts are in no result and no statistic, whatever reward and tokens they left
 6. whitening counts a rollout once per token: token-weighted mean 0, population deviation 1; by rollouts or rows not
