@@ -17,6 +17,7 @@ _WINDOW = partial(Mutation, module="evenstep.train.window")
 
 TEST_MEDIA = "tests/unit/test_media.py::"
 TEST_IMAGES = "tests/unit/train/test_images.py::"
+TEST_PLANS = "tests/unit/train/test_images_in_plans.py::"
 TEST_RANKS = "tests/dist/test_images.py::"
 
 IMAGES: list[Mutation] = [
@@ -44,17 +45,33 @@ IMAGES: list[Mutation] = [
     _WINDOW(
         name="patches for nothing",
         why="Patches take no room, so that a micro-batch of images exceeds the budget.",
-        old="return (widths_R + patches_R).tolist()",
-        new="return widths_R.tolist()",
+        old=".astype(np.int64) + patches_R",
+        new=".astype(np.int64)",
         killed_by=TEST_IMAGES + "test_patches_take_room[packed]",
         is_long=True,
     ),
     _WINDOW(
         name="a rectangle of each row's own patches",
         why="A long text beside rows of many patches computes more than the longest sum of both, times the rows.",
-        old="widths_R + patches_R.max()",
-        new="widths_R + patches_R",
+        old="room.widths(tokens_R) + patches_R.max()",
+        new="room.widths(tokens_R) + patches_R",
         killed_by=TEST_IMAGES + "test_what_is_computed_keeps_to_the_budget[padded-1-400]",
+        is_long=True,
+    ),
+    _WINDOW(
+        name="a blank image takes no room",
+        why="A micro-batch of text alone exceeds the budget by the blank image that it runs.",
+        old="row.num_patches or blank",
+        new="row.num_patches",
+        killed_by=TEST_PLANS + "test_what_is_computed_keeps_to_any_budget[packed]",
+        is_long=True,
+    ),
+    _WINDOW(
+        name="patches beside a rung for nothing",
+        why="A packed micro-batch is widened to a rung of the ladder, and its patches stand beside that.",
+        old="(1.0 - (options.bucket or 0.0))",
+        new="1.0",
+        killed_by=TEST_PLANS + "test_what_is_computed_keeps_to_any_budget[packed]",
         is_long=True,
     ),
     _COLLATE(

@@ -14,6 +14,7 @@ from typing import Any
 from evenstep.config import Config, read_toml
 from evenstep.config.schema import known_keys
 from evenstep.errors import ConfigError
+from evenstep.media import VISION_MODEL_TYPES
 from evenstep.model_files import (
     PYPI,
     balance_problem,
@@ -153,6 +154,8 @@ def check_model(config: Config) -> None:
             cannot do the layout.
     """
     backbones = {"model.path": config.model.path}
+    if config.has_critic and config.critic.path is None:
+        _refuse_critic_that_sees(config)
     if config.critic.path is not None:
         backbones["critic.path"] = config.critic.path
     for key, path in backbones.items():
@@ -192,6 +195,17 @@ def check_model(config: Config) -> None:
                 f"plan.layout = {config.plan.layout!r} must keep rows apart, found that {problem} ({key}); "
                 f"set plan.layout = 'padded'"
             )
+
+
+def _refuse_critic_that_sees(config: Config) -> None:
+    """A critic is made of the policy's backbone, and of one that sees images none can be made."""
+    model_type = model_settings(config.model.path).get("model_type")
+    if model_type in VISION_MODEL_TYPES:
+        raise ConfigError(
+            f"credit.estimator = 'gae' trains a critic, which sees no images, found model.path of type {model_type!r}; "
+            f"set another estimator, or where the environment shows text alone critic.path to a text model with the "
+            f"same tokenizer"
+        )
 
 
 def check_run_folder(config: Config, *, resume: bool) -> None:

@@ -78,7 +78,8 @@ def test_tree(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(330)
-def test_digits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapted", [{}, {"lora.rank": 2, "train.activation_checkpointing": "true"}])
+def test_digits(adapted: dict[str, Any], tmp_path: Path) -> None:
     policy, folder = tmp_path / "policy", tmp_path / "run"
     output(str(EXAMPLES.parent / "scripts" / "make_vision_policy.py"), str(policy))
     settings = {
@@ -90,7 +91,7 @@ def test_digits(tmp_path: Path) -> None:
         "evaluation.every": 3,
         "evaluation.num_tasks": 8,
         "checkpoint.every": 3,
-    }
+    } | adapted
     given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     output("-m", "evenstep", "train", str(EXAMPLES / "digits.toml"), *given, "--ranks", "2")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -102,6 +103,7 @@ def test_digits(tmp_path: Path) -> None:
         rollouts = list(read_rollouts(path))
         assert {len(call.media) for rollout in rollouts for call in rollout.calls} >= {1, 2}
         assert all(len({image.digest for c in rollout.calls for image in c.media}) == 4 for rollout in rollouts if rollout.status == "ok")
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file() == bool(adapted)
     exported = list(folder.rglob("preprocessor_config.json"))
     assert len(exported) == 1
     assert (exported[0].parent / "model.safetensors").is_file()

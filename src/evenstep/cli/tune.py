@@ -99,6 +99,11 @@ def _lines(result: dict[str, Any], config: Config) -> list[str]:
         f"{result['predicted_bytes'] / mib:,.0f} MiB of {result['limit_bytes'] / mib:,.0f} MiB, limited by "
         f"{result['limited_by']}",
     ]
+    if result["sees_images"]:
+        lines.append(
+            "note: this model sees images, and the rows measured were text; the budget takes a patch for a token, so "
+            "leave more free (--margin) where rows have many patches, and watch peak_memory_bytes in the first windows"
+        )
     if result["max_tokens_per_gpu"] < config.model.max_context_tokens:
         lines.append(
             f"note: the longest row has {config.model.max_context_tokens} tokens and needs more than this budget; it "

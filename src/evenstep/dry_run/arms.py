@@ -221,9 +221,15 @@ def summed(arm: Arm, found: Sequence[PlanStats], *, num_overlong: int, num_over_
 
 
 def recorded_result(
-    plans: Sequence[StepPlan], rules: Rules, lengths_R: Int64Array, windows: Sequence[PlanWindow]
+    plans: Sequence[StepPlan],
+    rules: Rules,
+    lengths_R: Int64Array,
+    windows: Sequence[PlanWindow],
+    recorded_lengths: Mapping[int, Sequence[int]],
 ) -> ArmResult:
     """Figures of the plans that a run has written, under the same cost model as the other arms.
+
+    ``recorded_lengths``: by step, what a plan took for the lengths of its rows, where some have images.
 
     Raises:
         PlanError: a plan is not of these rows.
@@ -239,7 +245,8 @@ def recorded_result(
     found: list[PlanStats] = []
     for plan, window in zip(plans, windows, strict=True):
         prefixes = window.prefixes if plan.layout == "tree" else None
-        lengths = lengths_R[window.rows]
+        taken = recorded_lengths.get(window.step) if window.step is not None else None
+        lengths = lengths_R[window.rows] if taken is None else np.array(taken, dtype=np.int64)
         plan.check(lengths, prefixes=prefixes)
         request = replace(plan.request, cost=rules.cost, sync=rules.sync)
         found.append(measure_cells(request, lengths, plan.cells, prefixes=prefixes).stats)

@@ -23,7 +23,7 @@ from evenstep.dry_run.estimate import Assumptions
 from evenstep.dry_run.windows import PlanWindow, cut_windows, evenly_spaced, with_prefixes
 from evenstep.errors import PlanError
 from evenstep.imports import ImportedRows
-from evenstep.imports.own import recorded_plans
+from evenstep.imports.own import recorded_lengths, recorded_plans
 from evenstep.plan import StepPlan
 from evenstep.plan.footprint import LAYOUTS, Layout
 from evenstep.plan.shape import ModelShape
@@ -152,7 +152,8 @@ def dry_run(source: str, rows: ImportedRows, question: Question, *, run: Path | 
     plans = [recorded[window.step] for window in chosen if window.step in recorded]
     if plans and len(plans) == len(chosen):
         question = question.as_recorded(plans[0])
-        own = recorded_result(plans, question.rules, rows.lengths_R, chosen)
+        lengths = {} if run is None else recorded_lengths(run)
+        own = recorded_result(plans, question.rules, rows.lengths_R, chosen, lengths)
         results.append(own)
         ranks = ranks or (own.arm.num_ranks,)
         if not budgets and own.arm.max_tokens_per_gpu is not None:

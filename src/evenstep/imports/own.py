@@ -20,7 +20,7 @@ from evenstep.rollout.segments import segments_of
 from evenstep.types import Rollout
 from evenstep.validation import shown
 
-__all__ = ["is_run_folder", "looks_like_own", "own_reader", "read_run", "recorded_plans"]
+__all__ = ["is_run_folder", "looks_like_own", "own_reader", "read_run", "recorded_lengths", "recorded_plans"]
 
 KINDS = ("rollout", "row", "lengths")
 _KIND = re.compile(rb'"kind"\s*:\s*"(\w+)"')
@@ -197,10 +197,27 @@ def recorded_plans(folder: Path) -> dict[int, StepPlan]:
     Raises:
         FileFormatError: a plan's file is broken or was changed.
     """
-    plans: dict[int, StepPlan] = {}
+    return {window: plan for window, (plan, _) in _recorded(folder).items()}
+
+
+def recorded_lengths(folder: Path) -> dict[int, list[int]]:
+    """What these plans took for the lengths of their rows, of windows in which some have images.
+
+    Raises:
+        FileFormatError: a plan's file is broken or was changed.
+    """
+    return {window: lengths for window, (_, lengths) in _recorded(folder).items() if lengths}
+
+
+def _recorded(folder: Path) -> dict[int, tuple[StepPlan, list[int]]]:
+    plans: dict[int, tuple[StepPlan, list[int]]] = {}
     for path in sorted((folder / "plans").glob("window_*.json")):
         try:
-            plans[int(path.stem.removeprefix("window_"))] = StepPlan.from_json(path.read_bytes())
-        except (PlanError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+            data = json.loads(path.read_bytes())
+            rows = data.get("rows", ())
+            has_images = any("length" in row for row in rows)
+            lengths = [int(row.get("length", row["num_tokens"])) for row in rows] if has_images else []
+            plans[int(path.stem.removeprefix("window_"))] = StepPlan.from_json(data), lengths
+        except (PlanError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise FileFormatError(f"{path}: must be a step plan, found {error}; remove the file") from None
     return plans

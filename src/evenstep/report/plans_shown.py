@@ -110,7 +110,9 @@ def _plan_json(path: Path, window: int) -> dict[str, Any]:
     cells = plan.cells
     if max((row for rank in cells for cell in rank for row in cell), default=-1) >= len(rows):
         raise FileFormatError(f"its cells name rows beyond the {len(rows)} that it lists")
-    lengths = [_length(row["num_tokens"]) for row in rows]
+    tokens = [_length(row["num_tokens"]) for row in rows]
+    # what the plan took: with images, room for their patches beside the tokens
+    lengths = [_length(row.get("length", row["num_tokens"])) for row in rows]
     num_shown = _num_ranks_shown(cells)
     kept = sorted({row for rank in cells[:num_shown] for cell in rank for row in cell})
     place = {row: index for index, row in enumerate(kept)}
@@ -136,6 +138,7 @@ def _plan_json(path: Path, window: int) -> dict[str, Any]:
         "r": [rollouts.of(rows[row]["rollout_id"]) for row in kept],
         "s": [_segment(rows[row]["row_id"]) for row in kept],
         "n": [lengths[row] for row in kept],
+        "images": [lengths[row] - tokens[row] for row in kept] if lengths != tokens else None,
         "t": [_length(rows[row]["num_trained_tokens"]) for row in kept],
         "cells": [[[place[row] for row in cell] for cell in rank] for rank in cells[:num_shown]],
         "widths": [[_width(plan, [lengths[row] for row in cell]) for cell in rank] for rank in cells[:num_shown]],

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the device that computes
 STATUS_BYTES = 1024  # of a rank's message in `agree`
 DIGEST_BYTES = 16  # of the whole message, in front of it
 
@@ -280,7 +281,10 @@ def copy_full_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def start(timeout_s: float) -> None:
-    """Join the process group that torchrun set up, NCCL for CUDA devices and gloo otherwise."""
+    """Join the process group that torchrun set up, NCCL for tensors on CUDA devices and gloo for everything else.
+
+    Objects that ranks exchange, rows with their images among them, so stay out of the GPUs' memory.
+    """
     if torch.cuda.is_available():
         local_rank = int(os.environ["LOCAL_RANK"])
         if local_rank >= torch.cuda.device_count():
@@ -289,8 +293,7 @@ def start(timeout_s: float) -> None:
                 f"{local_rank}; start fewer ranks with --ranks"
             )
         torch.cuda.set_device(local_rank)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(BACKENDS[device().type], timeout=timedelta(seconds=timeout_s))
 
 
 def device() -> torch.device:
@@ -302,7 +305,7 @@ def _all_gather(local: Tensor) -> Tensor:
     size = rank_and_size()[1]
     if size == 1:
         return local[None]
-    local = local.cuda() if dist.get_backend() == "nccl" else local
+    local = local if "cpu:" in dist.get_backend_config() else local.cuda()
     parts = [torch.empty_like(local) for _ in range(size)]
     dist.all_gather(parts, local)
     return torch.stack(parts).cpu()

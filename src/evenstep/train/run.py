@@ -202,7 +202,7 @@ class _Run:
         if not window.rows:
             return None
         prepared = self.trainer.prepare(window.rows, window.voters)
-        self.files.write_plan(window.window.window, prepared.plan, window.rows)
+        self.files.write_plan(window.window.window, prepared.plan, window.rows, prepared.lengths)
         for item in prepared.plan.overlong:
             self._notice(
                 f"row {window.rows[item.row].row_id} has {item.length} tokens, more than the budget of {item.budget}: "

@@ -86,8 +86,14 @@ class RunFolder:
     def _carried(self, index: int) -> Path:
         return self.rollouts / f"carried_{index:06d}.jsonl.gz"
 
-    def write_plan(self, window: int, plan: StepPlan, rows: Sequence[Row]) -> None:
-        """The plan, and under ``rows`` what its indices speak of: ids and lengths, as in a file of lengths."""
+    def write_plan(
+        self, window: int, plan: StepPlan, rows: Sequence[Row], lengths: Sequence[int] | None = None
+    ) -> None:
+        """The plan, and under ``rows`` what its indices speak of: ids and lengths, as in a file of lengths.
+
+        ``lengths``: what the plan took for each row, where that is not its tokens; None: it is.
+        """
+        lengths = [row.num_tokens for row in rows] if lengths is None else lengths
         described = [
             {
                 "row_id": row.row_id,
@@ -96,7 +102,8 @@ class RunFolder:
                 "num_tokens": row.num_tokens,
                 "num_trained_tokens": row.num_trained_tokens,
             }
-            for row in rows
+            | ({} if length == row.num_tokens else {"length": length})
+            for row, length in zip(rows, lengths, strict=True)
         ]
         write_text(self.plans / f"window_{window:06d}.json", json.dumps(plan.to_dict() | {"rows": described}))
 

@@ -29,6 +29,7 @@ class PreparedWindow:
     """What a rank needs to run its share of a window; R rows over all ranks."""
 
     plan: StepPlan
+    lengths: tuple[int, ...]  # [R] what the plan took for each row's length: its tokens, and room for images
     layout_reason: str | None  # of layout "auto": what each layout would have cost
     rows: Mapping[int, Row]  # plan index -> row; all rows, or those of one rank
     weights_R: Float64Array  # weight of each trained token of each row
@@ -120,29 +121,33 @@ def prepare_window(
     }
     prefixes = shared_prefixes(prefix_keys(rows)) if layout in ("tree", "auto") and not has_images else None
     budget = options.max_tokens_per_gpu if max_tokens_per_gpu is None else max_tokens_per_gpu
+    blank = 0 if vision is None or not has_images else vision.merge_size**2
     plan: StepPlan | None = None
+    lengths: list[int] = []
     if layout == "auto":
         assert auto is not None
         settings["cost"] = auto.cost
+        by_layout = {each: _lengths(rows, each, options, options.max_tokens_per_gpu, blank) for each in CHOICES}
         choice = plan_cheapest(
-            {each: _lengths(rows, each, options, options.max_tokens_per_gpu) for each in CHOICES},
+            by_layout,
             layouts=tuple(each for each in auto.layouts if each != "tree" or not has_images),
             prefixes=prefixes,
             launch_tokens=auto.launch_tokens,
             max_tokens_per_gpu=options.max_tokens_per_gpu,
             **settings,
         )
-        layout, reason = choice.plan.layout, choice.reason
+        layout, reason, lengths = choice.plan.layout, choice.reason, by_layout[choice.plan.layout]
         plan = choice.plan if budget == options.max_tokens_per_gpu else None
     if plan is None:
         prefixes = prefixes if layout == "tree" else None
-        lengths = _lengths(rows, layout, options, budget)
+        lengths = _lengths(rows, layout, options, budget, blank)
         plan = plan_step(lengths, windows=None, layout=layout, prefixes=prefixes, max_tokens_per_gpu=budget, **settings)
     if rotary_limit is not None:
         _require_own_angles(plan, rows, *rotary_limit)
     segments = list(counts.rows_per_rollout.values())
     return PreparedWindow(
         plan=plan,
+        lengths=tuple(lengths),
         layout_reason=reason,
         rows=dict(enumerate(rows)),
         weights_R=weights_R,
@@ -168,24 +173,26 @@ def prefix_keys(rows: Sequence[Row]) -> list[Int64Array]:
     return token_keys([row.token_ids for row in rows], [row.routed_experts for row in rows])
 
 
-def _lengths(rows: Sequence[Row], layout: Layout, options: StepOptions, budget: int | None) -> list[int]:
+def _lengths(rows: Sequence[Row], layout: Layout, options: StepOptions, budget: int | None, blank: int) -> list[int]:
     """[R] What the plan takes for each row's length, so that no micro-batch computes more than the plan says.
 
-    Without images, its tokens. Widths are rounded up by tokens alone, patches stand beside them. A rectangle is as wide
-    as its longest row while another row may have the most patches, so every row brings the window's most patches;
-    where that would call a row overlong that is not, it takes the whole budget for itself.
+    Without images (``blank`` 0), its tokens. Widths are rounded up by tokens alone, patches stand beside them; a row
+    without images may be in a micro-batch that runs a blank one, of ``blank`` patches. A rectangle is as wide as its
+    longest row while another row may have the most patches, so every row brings the window's most patches. A packed
+    micro-batch is as wide as a rung of the bucket ladder, which is at most its rows' widths / (1 - bucket), so each
+    brings its share of that. Where that would call a row overlong that is not, it takes the whole budget for itself.
     """
-    if not any(row.media for row in rows):
+    if not blank:
         return [row.num_tokens for row in rows]
     room = Room(layout=layout, budget=budget, multiple=options.pad_to_multiple, bucket=options.bucket)
     tokens_R = np.array([row.num_tokens for row in rows], dtype=np.int64)
-    patches_R = np.array([row.num_patches for row in rows], dtype=np.int64)
-    widths_R = room.widths(tokens_R)
+    patches_R = np.array([row.num_patches or blank for row in rows], dtype=np.int64)
     if layout == "packed":
-        return (widths_R + patches_R).tolist()
-    lengths_R = widths_R + patches_R.max()
-    if layout == "padded" and room.capacity is not None:
-        lengths_R = np.minimum(lengths_R, np.maximum(widths_R + patches_R, room.capacity))
+        lengths_R = np.ceil(room.widths(tokens_R) / (1.0 - (options.bucket or 0.0))).astype(np.int64) + patches_R
+    else:
+        lengths_R = room.widths(tokens_R) + patches_R.max()
+    if layout != "fixed" and room.capacity is not None:
+        lengths_R = np.minimum(lengths_R, np.maximum(room.alone(tokens_R) + patches_R, room.capacity))
     return lengths_R.tolist()
 
 

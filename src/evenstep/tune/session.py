@@ -12,6 +12,8 @@ from typing import Any
 
 from evenstep.config import Config
 from evenstep.errors import ConfigError, PlanError
+from evenstep.media import VISION_MODEL_TYPES
+from evenstep.model_files import model_settings
 from evenstep.plan.cost import CostModel
 from evenstep.replay.session import Ended, ReplayStopped
 from evenstep.replay.spec import read_errors
@@ -132,10 +134,12 @@ class _Tuning:
         )
         timed = [measured for found in fitted for measured in found[1:]]
         cost = CostModel.fit([(m.shape.footprint, m.shape.pairs, m.seconds) for m in timed])
+        settings = model_settings(self.options.config.model.path, needs_weights=False)
         return {
             "format_version": 1,
             "kind": "tune",
             "model": self.options.config.model.path,
+            "sees_images": settings.get("model_type") in VISION_MODEL_TYPES,  # which made-up rows have none of
             "layout": self.options.config.plan.layout,
             "num_ranks": self.options.num_ranks,
             "limit_bytes": limit,
@@ -245,6 +249,7 @@ def overlay(result: dict[str, Any]) -> str:
     """TOML text that goes on top of the configuration which was tuned."""
     fit, held_out = result["fit"], result["held_out"]
     values = [fit[name] for name in ("least_bytes", "fixed_bytes", "bytes_per_token", "bytes_per_logit_token")]
+    images = "# Measured on rows of text: a patch of an image was taken for a token.\n" if result["sees_images"] else ""
     return (
         f"# Written by evenstep tune: {result['model']}, layout {result['layout']}, {result['num_ranks']} ranks, "
         f"{result['limit_bytes'] / 2**30:.2f} GiB for each.\n"
@@ -252,6 +257,7 @@ def overlay(result: dict[str, Any]) -> str:
         f"{held_out['memory_relative_error']:+.1%}.\n"
         f"# Seconds of a micro-batch: {result['cost']['c0']:.3g} + {result['cost']['c1']:.3g} · tokens + "
         f"{result['cost']['c2']:.3g} · attended pairs.\n"
+        f"{images}"
         "[plan]\n"
         f"max_tokens_per_gpu = {result['max_tokens_per_gpu']}\n"
         f"memory_fit = [{', '.join(f'{value:.1f}' for value in values)}]\n"

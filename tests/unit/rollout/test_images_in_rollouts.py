@@ -28,6 +28,7 @@ import torch
 
 import tiny_vision as tiny
 from evenstep.errors import ConfigError, EngineError, RowError
+from evenstep.preflight import check_model
 from evenstep.rollout.agent import AgentOptions, RolloutIdentity, run_rollout
 from evenstep.rollout.chat import ChatRenderer, Prompt
 from evenstep.rollout.compaction import NoCompaction, Recency, Summary
@@ -369,6 +370,19 @@ def test_images_in_the_task_fail_the_rollout(renderer: ChatRenderer) -> None:
 def test_a_model_without_eyes_ends_the_run() -> None:
     with pytest.raises(ConfigError, match="shows 1 images, and the model sees none"):
         play(ChatRenderer(make_tokenizer()), Album(Observation(images=[colour(1)])))
+
+
+def test_a_critic_of_a_vision_model_is_refused_before_weights_load(tmp_path: Path) -> None:
+    make_model(0).config.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(path=str(tmp_path), max_context_tokens=40),
+        critic=SimpleNamespace(path=None),
+        has_critic=True,
+    )
+    with pytest.raises(ConfigError, match=r"a critic, which sees no images, found model\.path of type 'qwen2_vl'"):
+        check_model(config)
 
 
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])

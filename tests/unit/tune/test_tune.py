@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evenstep.cli.tune import _lines
 from evenstep.config import Config, load_config
 from evenstep.errors import ConfigError, PlanError
 from evenstep.tune.fit import EXTRAPOLATION, MemoryFit, MemoryPoint, fit_memory, largest_budget
@@ -138,6 +140,23 @@ def test_a_tuning(tmp_path: Path) -> None:
     assert tuned.plan.max_tokens_per_gpu == budget
     assert tuned.plan.memory_fit is not None
     assert tuned.plan.memory_fit[2] == pytest.approx(0.1 * MIB, rel=1e-3)
+
+
+def test_a_model_that_sees_images_was_measured_on_text(tmp_path: Path) -> None:
+    found: dict[str, tuple[str, str]] = {}
+    for model_type in ("qwen2_vl", "qwen3"):
+        model = tmp_path / model_type
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({"model_type": model_type}))
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            (model / name).touch()
+        config = config_of(tmp_path, f"model.path={model}")
+        options = TuneOptions(config=config, num_ranks=2, limit_bytes=1024 * MIB)
+        result = tune(options, run_ranks=Machine().run_ranks, say=lambda _: None)
+        found[model_type] = "\n".join(_lines(result, config)), overlay(result)
+        tomllib.loads(found[model_type][1])
+    assert all("text" in part and "a patch" in part for part in found["qwen2_vl"])
+    assert not any("patch" in part for part in found["qwen3"])
 
 
 def test_memory_runs_out(tmp_path: Path) -> None:

@@ -144,9 +144,15 @@ function captionOf(plan, cell, width) {
   return counted(cell.length, "row") + ", " + whole(width) + of;
 }
 
+// Tokens of a row, without the room that the plan kept for patches of images.
+function tokensOf(plan, i) {
+  return plan.n[i] - (plan.images ? plan.images[i] : 0);
+}
+
 function rowText(plan, i) {
+  const images = plan.images && plan.images[i] ? " and " + whole(plan.images[i]) + " places for patches of images" : "";
   const over = isOverlong(plan, i) ? ", longer than the budget of " + whole(plan.budget) + ": it stands alone" : "";
-  return rowLabel(plan, i) + ": " + counted(plan.n[i], "token") + ", " + whole(plan.t[i]) + " trained" + over + "; rollout " + rolloutOf(plan, i)[0];
+  return rowLabel(plan, i) + ": " + counted(tokensOf(plan, i), "token") + images + ", " + whole(plan.t[i]) + " trained" + over + "; rollout " + rolloutOf(plan, i)[0];
 }
 
 function planFacts(plan) {
@@ -203,7 +209,7 @@ function sample(fill, extra, text) {
 function planTable(plan) {
   const lines = [];
   plan.cells.forEach((rank, r) => rank.forEach((cell, k) => {
-    for (const i of cell) lines.push([rowLabel(plan, i), r, k, plan.n[i], plan.t[i], plan.isStacked ? plan.widths[r][k] - plan.n[i] : 0, isOverlong(plan, i) ? "yes" : "no", rolloutOf(plan, i)[0]].map(String));
+    for (const i of cell) lines.push([rowLabel(plan, i), r, k, tokensOf(plan, i), plan.t[i], plan.isStacked ? plan.widths[r][k] - plan.n[i] : 0, isOverlong(plan, i) ? "yes" : "no", rolloutOf(plan, i)[0]].map(String));
     for (let f = 0; f < fillersOf(plan, cell); f++) lines.push(["filler", r, k, "–", "0", "–", "no", "–"].map(String));
   }));
   return table(["row", "rank", "micro-batch", "tokens", "trained", "padding", "over-long", "rollout"], lines);
