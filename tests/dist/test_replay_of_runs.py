@@ -1,4 +1,5 @@
-"""A replay takes the steps that its run took: of whole models and of adapters, from the start and from a checkpoint.
+"""A replay takes the steps that its run took: of whole models, of adapters and with a critic, from the start and from a
+checkpoint.
 
 Locks:
 
@@ -43,6 +44,8 @@ SPREAD = ("rollout.drop_zero_spread=true", "rollout.max_replacements=100", "trai
 KINDS = {
     "whole": SPREAD,
     "adapters": (*SPREAD, "lora.rank=4"),
+    # advantages follow from the values of a critic that learns: a replay's has to learn alike
+    "critic": (*SPREAD, "credit.estimator=gae", "credit.lam=0.95", "credit.truncated_value=bootstrap", "critic.lr=1e-2"),
 }
 
 
