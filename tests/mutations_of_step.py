@@ -207,8 +207,8 @@ TOKENS: list[Mutation] = [
     _LOGPROBS(
         name="all logits kept",
         why="Every chunk's logits stay alive for the backward pass.",
-        old="found = checkpoint(one, hidden_NH[part], targets_N[part], use_reentrant=False, preserve_rng_state=False)",
-        new="found = one(hidden_NH[part], targets_N[part])",
+        old="return checkpoint(one, hidden, targets, use_reentrant=False, preserve_rng_state=False)",
+        new="return one(hidden, targets)",
         killed_by=TEST_GAPS + "test_chunks_of_logits_are_not_saved",
     ),
 ]
