@@ -26,10 +26,42 @@ TEST_PLAN_FAULTS = "tests/unit/plan/test_plan_known_faults.py::"
 TEST_PLAN_CHECK = "tests/unit/plan/test_plan_check.py::"
 TEST_PLAN_CASES = "tests/golden/test_plan_worked_cases.py::"
 TEST_GAPS = "tests/unit/test_mutation_gaps.py::"
+TEST_CREDIT_OF_WINDOWS = "tests/unit/train/test_credit_of_windows.py::"
 
 TEST_SERVER = "tests/unit/rollout/test_server_engine.py::"
 
 WINDOWS: list[Mutation] = [
+    _SEGMENTS(
+        name="log-probs of another distribution",
+        why="Log-probs that top-p or penalties have renormalised are compared with the trainer's.",
+        old="engine_logprobs=segment.logprobs if is_whole else None,",
+        new="engine_logprobs=segment.logprobs,",
+        killed_by=TEST_CREDIT_OF_WINDOWS + "test_rows_of_another_distribution_have_no_engine_logprobs[top_p = 0.9]",
+    ),
+    Mutation(
+        name="moments of seen parameters alone",
+        why="[P23] A run whose parameters had no gradient before its checkpoint cannot be resumed.",
+        module="evenstep.train.checkpoint",
+        old="        _complete(trained[name].optimizer)",
+        new="        pass",
+        killed_by="tests/unit/train/test_checkpoints.py::test_parameters_without_a_gradient_go_on",
+    ),
+    Mutation(
+        name="shared sampled tokens twice",
+        why="[P17] What two branches of a trace share is counted as trained in both.",
+        module="evenstep.imports.prime",
+        old=" if owner_of[at] == leaf)",
+        new=")",
+        killed_by="tests/unit/imports/test_readers.py::test_what_branches_share_is_trained_once",
+    ),
+    Mutation(
+        name="each row of a line a rollout",
+        why="[P22] Rows of a trace without an id are taken for rollouts, and windows cut it.",
+        module="evenstep.imports.rows",
+        old="        if lines[i] != lines[first]:",
+        new="        if True:",
+        killed_by="tests/unit/imports/test_readers.py::test_rows_of_a_line_without_ids_are_one_rollout[traces.jsonl-id-3]",
+    ),
     _SERVER(
         name="answers of a server that was started again",
         why="An answer counts although the server has other weights after it.",
