@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import shutil
 import signal
@@ -20,7 +19,7 @@ from evenstep.files.writing import write_text
 from evenstep.replay.arms import arm_config
 from evenstep.replay.measures import ArmRun, first_deviation, measured_noise, noise_floor, problem_of, summary
 from evenstep.replay.recorded import read_recording
-from evenstep.replay.spec import Launch, Role, Windows, read_errors, read_stacks, read_steps
+from evenstep.replay.spec import Launch, Role, read_errors, read_stacks, read_steps
 
 __all__ = ["Ended", "Progress", "ReplayOptions", "ReplayStopped", "replay", "write_result"]
 
@@ -184,13 +183,13 @@ class _Replay:
 
     def _read(self) -> None:
         options, config = self.options, self.options.config
-        state = {"collection": 0, "optimizer_step": 0}
+        self.state = {"collection": 0, "optimizer_step": 0}
         if options.checkpoint is not None:
             from evenstep.train.checkpoint import read_state
 
-            state = read_state(options.checkpoint)
+            self.state = read_state(options.checkpoint)
         recording = read_recording(
-            options.source, config, num_windows=options.num_steps, first_collection=state["collection"]
+            options.source, config, num_windows=options.num_steps, first_collection=self.state["collection"]
         )
         self.windows = recording.windows
         if options.num_steps is not None and len(self.windows) < options.num_steps:
@@ -206,8 +205,6 @@ class _Replay:
             self.progress.notice(
                 f"{recording.num_unused_rollouts} rollouts at the end make no whole collection and are not replayed"
             )
-        windows = Windows(windows=self.windows, optimizer_step=state["optimizer_step"])
-        (self.work / "windows").write_bytes(pickle.dumps(windows))
         (self.work / "scored").mkdir()
         num = min(options.num_compared or len(self.windows), len(self.windows))
         last = len(self.windows) - 1
@@ -245,7 +242,10 @@ class _Replay:
         Launch(
             name=planned.title,
             role=planned.role,
-            windows=str(self.work / "windows"),
+            source=str(options.source.resolve()),
+            num_windows=len(self.windows),
+            first_collection=self.state["collection"],
+            optimizer_step=self.state["optimizer_step"],
             dtype=planned.dtype,
             total_windows=self._num_windows_of_run(),
             compared=self.compared if planned.role != "timed" else (),

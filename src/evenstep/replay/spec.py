@@ -7,9 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from evenstep.types import Window
-
-__all__ = ["Launch", "Role", "Windows", "read_errors", "read_stacks", "read_steps"]
+__all__ = ["Launch", "Role", "read_errors", "read_stacks", "read_steps"]
 
 # reference: writes what the others are compared with; arm: compared; oracle: compared, and written for the later ones
 Role = Literal["reference", "arm", "oracle", "timed"]
@@ -22,7 +20,10 @@ class Launch:
 
     name: str  # of the arm
     role: Role
-    windows: str  # file of `Windows`
+    source: str  # run folder or file of rollouts
+    num_windows: int
+    first_collection: int
+    optimizer_step: int  # that it starts with
     dtype: Literal["float32", "float64"]
     total_windows: int  # of the run, for the learning rate's schedule
     compared: tuple[int, ...]  # positions of the steps whose gradients and weights are compared
@@ -44,14 +45,6 @@ class Launch:
     def read(folder: Path) -> Launch:
         values = json.loads((folder / SPEC).read_text())
         return Launch(**(values | {"compared": tuple(values["compared"])}))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
-    """What is replayed, and the counters it starts with."""
-
-    windows: tuple[Window, ...]
-    optimizer_step: int
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:

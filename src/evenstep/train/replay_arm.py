@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -31,7 +30,8 @@ from evenstep.config import Config, load_config
 from evenstep.errors import EvenstepError, StateError
 from evenstep.plan import StepPlan
 from evenstep.rank_exit import exits_at_once
-from evenstep.replay.spec import STEPS, Launch, Windows
+from evenstep.replay.recorded import read_recording
+from evenstep.replay.spec import STEPS, Launch
 from evenstep.train import distributed
 from evenstep.train.checkpoint import load_checkpoint
 from evenstep.train.memory import peak_memory_bytes, reset_peak_memory
@@ -105,8 +105,9 @@ class _Arm:
             update={"model": config.model.model_copy(update={"dtype": launch.dtype})}
         )
         self.rank, self.num_ranks = distributed.rank_and_size()
-        plan: Windows = pickle.loads(Path(launch.windows).read_bytes())  # of this very command
-        self.windows, self.optimizer_step = plan.windows, plan.optimizer_step
+        places = {"num_windows": launch.num_windows, "first_collection": launch.first_collection}
+        self.windows = read_recording(Path(launch.source), config, **places).windows
+        self.optimizer_step = launch.optimizer_step
         self.is_reference = launch.role == "reference"
         self.models = self._load()
         self.trainer = self.models.policy
