@@ -14,35 +14,13 @@ from evenstep.errors import PlanError
 from evenstep.plan.deal import Placed
 from evenstep.plan.measure import measure, tabulate
 from evenstep.plan.prefixes import SharedPrefixes
-from evenstep.plan.problem import Problem, make_problem
-from evenstep.plan.request import Request, read_lengths
+from evenstep.plan.problem import Problem
+from evenstep.plan.request import Request, problem_of, read_lengths
 from evenstep.plan.step_plan import Cells, Overlong, StepPlan
-from evenstep.types import Int64Array
 
-__all__ = ["build_plan", "name_overlong", "placed_as", "problem_of", "reuse_plan"]
+__all__ = ["build_plan", "name_overlong", "placed_as", "reuse_plan"]
 
 _log = logging.getLogger(__name__)
-
-
-def problem_of(
-    request: Request,
-    rows: Int64Array,
-    lengths_R: Int64Array,
-    ties: Int64Array | None,
-    prefixes: SharedPrefixes | None,
-) -> Problem:
-    """The rows with indices ``rows`` in canonical order, under a request's rules; ``prefixes`` are of all rows."""
-    return make_problem(
-        rows,
-        lengths_R,
-        ties,
-        room=request.room,
-        cost=request.cost,
-        num_ranks=request.num_ranks,
-        min_microbatches=request.min_microbatches,
-        k_multiple=request.num_microbatches_multiple,
-        prefixes=None if prefixes is None else prefixes.among(rows),
-    )
 
 
 def build_plan(

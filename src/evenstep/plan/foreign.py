@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from evenstep.errors import PlanError
-from evenstep.plan.build import problem_of
 from evenstep.plan.measure import CellTable, PlanStats, measure, tabulate
 from evenstep.plan.prefixes import SharedPrefixes
 from evenstep.plan.problem import Problem
-from evenstep.plan.request import Request, read_lengths
+from evenstep.plan.request import Request, problem_of, read_lengths
 from evenstep.types import Float64Array, Int64Array
 
 __all__ = ["MeasuredCells", "measure_cells"]

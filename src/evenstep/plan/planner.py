@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evenstep.errors import PlanError
-from evenstep.plan.build import build_plan, name_overlong, problem_of
+from evenstep.plan.build import build_plan, name_overlong
 from evenstep.plan.cost import CostModel
 from evenstep.plan.fixed import place_fixed
 from evenstep.plan.footprint import Layout
@@ -21,6 +21,7 @@ from evenstep.plan.request import (
     Request,
     Sync,
     id_ranks,
+    problem_of,
     read_groups_of_rows,
     read_lengths,
     require_prefixes,

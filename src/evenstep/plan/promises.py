@@ -12,8 +12,8 @@ from evenstep.errors import PlanError
 from evenstep.plan.fixed import columns_of_scope
 from evenstep.plan.measure import CellTable, measure, tabulate
 from evenstep.plan.prefixes import SharedPrefixes
-from evenstep.plan.problem import Problem, make_problem
-from evenstep.plan.request import Request, id_ranks, read_lengths, require_prefixes
+from evenstep.plan.problem import Problem
+from evenstep.plan.request import Request, id_ranks, problem_of, read_lengths, require_prefixes
 from evenstep.types import Int64Array
 
 if TYPE_CHECKING:
@@ -58,17 +58,7 @@ def check_promises(
         _check_rollouts(plan, lengths_R.size, rollout_ids)
     request = plan.request
     require_prefixes(request.layout, prefixes, lengths_R)
-    problem = make_problem(
-        np.sort(rows),
-        lengths_R,
-        None,
-        room=request.room,
-        cost=request.cost,
-        num_ranks=request.num_ranks,
-        min_microbatches=request.min_microbatches,
-        k_multiple=request.num_microbatches_multiple,
-        prefixes=None if prefixes is None else prefixes.among(rows),
-    )
+    problem = problem_of(request, np.sort(rows), lengths_R, None, prefixes)
     cell_by_index = np.zeros(lengths_R.size, dtype=np.int64)
     cell_by_index[rows] = cell
     cell_of_R = cell_by_index[problem.order_R]

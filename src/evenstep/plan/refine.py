@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from evenstep.errors import PlanError
 from evenstep.plan.anneal import move_cuts
-from evenstep.plan.build import build_plan, placed_as, problem_of
+from evenstep.plan.build import build_plan, placed_as
 from evenstep.plan.exchange import exchange_rows
 from evenstep.plan.pad import runs_of
 from evenstep.plan.problem import Problem
-from evenstep.plan.request import read_lengths
+from evenstep.plan.request import problem_of, read_lengths
 from evenstep.plan.spread import deal_found
 from evenstep.plan.step_plan import StepPlan
 from evenstep.types import Int64Array

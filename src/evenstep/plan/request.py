@@ -14,6 +14,7 @@ from evenstep.errors import PlanError
 from evenstep.plan.cost import CostModel
 from evenstep.plan.footprint import LAYOUTS, Layout, Room
 from evenstep.plan.prefixes import SharedPrefixes
+from evenstep.plan.problem import Problem, make_problem
 from evenstep.types import Int64Array
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Request",
     "Sync",
     "id_ranks",
+    "problem_of",
     "read_lengths",
     "require_choice",
     "require_prefixes",
@@ -274,3 +276,24 @@ def read_groups_of_rows(
             f"({wrong.size} rows in all); each row is trained once"
         )
     return parts
+
+
+def problem_of(
+    request: Request,
+    rows: Int64Array,
+    lengths_R: Int64Array,
+    ties: Int64Array | None,
+    prefixes: SharedPrefixes | None,
+) -> Problem:
+    """The rows with indices ``rows`` in canonical order, under a request's rules; ``prefixes`` are of all rows."""
+    return make_problem(
+        rows,
+        lengths_R,
+        ties,
+        room=request.room,
+        cost=request.cost,
+        num_ranks=request.num_ranks,
+        min_microbatches=request.min_microbatches,
+        k_multiple=request.num_microbatches_multiple,
+        prefixes=None if prefixes is None else prefixes.among(rows),
+    )

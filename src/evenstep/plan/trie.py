@@ -26,9 +26,8 @@ class Trie:
     position_R: Int64Array  # position of the row at each place
     place_R: Int64Array  # and the place of each position
     shared_R: Int64Array  # tokens the row at each place shares with the one before it
-    shared_costs_R: Int64Array  # what they cost, in the problem's units
     least_LR: Int64Array  # least of 2**level of shared_R from each place on
-    least_costs_LR: Int64Array  # the same of shared_costs_R, which never falls where shared_R rises
+    least_costs_LR: Int64Array  # the same of what they cost in the problem's units; never falls where shared_R rises
 
     @property
     def is_shared(self) -> bool:
@@ -70,14 +69,12 @@ def make_trie(prefixes: SharedPrefixes, order_R: Int64Array, lengths_R: Int64Arr
     positions = positions[np.lexsort((positions, np.cumsum(~is_copy)))]
     place_R = np.empty_like(positions)
     place_R[positions] = np.arange(positions.size)
-    shared_costs = costs(shared)
     return Trie(
         position_R=positions,
         place_R=place_R,
         shared_R=shared,
-        shared_costs_R=shared_costs,
         least_LR=_least(shared),
-        least_costs_LR=_least(shared_costs),
+        least_costs_LR=_least(costs(shared)),
     )
 
 
