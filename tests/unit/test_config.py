@@ -203,6 +203,7 @@ def test_missing_keys_are_listed_together() -> None:
         (["credit.constant=100"], ["credit.constant = 100.0", "normaliser 'token'"]),
         (["plan.layout=packed", "plan.micro_batch_rows=2"], ["plan.micro_batch_rows", "found 2", "'fixed'"]),
         (["plan.layout=packed", "plan.pad_scope=group"], ["plan.pad_scope", "found 'group'", "'fixed'"]),
+        (["plan.layout=packed", "plan.logprob_micro_batch_rows=2"], ["plan.logprob_micro_batch_rows", "found 2"]),
         (["plan.pad_to_multiple=512"], ["found 512 and 256"]),
         (["train.old_logprobs=detached", "train.epochs=2"], ["'detached' is exact for one window", "train.epochs = 2"]),
         (
@@ -600,11 +601,17 @@ def test_a_plan_reaches_every_pass(base: Path) -> None:
     from evenstep.train.options import StepOptions
     from evenstep.train.setup import _plan_options
 
-    config = load_config([base], ["plan.layout=fixed", "plan.micro_batch_rows=3", "plan.pad_scope=group"])
+    config = load_config(
+        [base],
+        ["plan.layout=fixed", "plan.micro_batch_rows=3", "plan.logprob_micro_batch_rows=2", "plan.pad_scope=group"],
+    )
     options = _plan_options(config)
-    assert {name: options[name] for name in ("layout", "micro_batch_rows", "pad_scope")} == {
+    assert {
+        name: options[name] for name in ("layout", "micro_batch_rows", "logprob_micro_batch_rows", "pad_scope")
+    } == {
         "layout": "fixed",
         "micro_batch_rows": 3,
+        "logprob_micro_batch_rows": 2,
         "pad_scope": "group",
     }
     keys = {name for section, name in known_keys() if section == "plan"}

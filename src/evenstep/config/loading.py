@@ -42,7 +42,7 @@ ELSEWHERE = {
     "importance_sampling_level": "train.ratio_unit",
     "kl_loss_coef": "train.kl_coef",
     "learning_rate": "train.lr",
-    "logprob_batch_size": "train.score_max_tokens_per_gpu",
+    "logprob_batch_size": "plan.logprob_micro_batch_rows",
     "loss_agg_mode": "credit.normaliser",
     "mask_truncated_completions": "rollout.cut_off",
     "overlong_filtering": "rollout.cut_off",

@@ -290,7 +290,7 @@ def _plan_problems(plan: PlanSection) -> list[str]:
         problems += [
             f"plan.{name} belongs to plan.layout = 'fixed', found {getattr(plan, name)!r} with layout {plan.layout!r}; "
             f"leave it out, or set plan.layout = 'fixed'"
-            for name in _given(plan, ("micro_batch_rows", "pad_scope"))
+            for name in _given(plan, ("micro_batch_rows", "logprob_micro_batch_rows", "pad_scope"))
         ]
     if plan.max_tokens_per_gpu is not None and plan.pad_to_multiple > plan.max_tokens_per_gpu:
         problems.append(

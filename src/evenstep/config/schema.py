@@ -240,6 +240,11 @@ class PlanSection(Section):
         description="widths are rungs of a ladder that wastes at most this share, for kernels compiled by shape",
     )
     micro_batch_rows: int = Field(1, ge=1, description="rows of a micro-batch, layout `fixed` only")
+    logprob_micro_batch_rows: int = Field(
+        1,
+        ge=1,
+        description="layout `fixed` only: inert rows fill up to a multiple of ranks × lcm(plan.micro_batch_rows, this)",
+    )
     pad_scope: Literal["window", "group"] = Field(
         "window",
         description="layout `fixed` only: what inert rows fill up, so that all ranks have equally many: the window, or "

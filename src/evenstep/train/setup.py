@@ -195,6 +195,7 @@ def _plan_options(config: Config) -> dict[str, Any]:
         "bucket": config.plan.bucket,
         "attention": config.train.attention,
         "micro_batch_rows": config.plan.micro_batch_rows,
+        "logprob_micro_batch_rows": config.plan.logprob_micro_batch_rows,
         "pad_scope": config.plan.pad_scope,
         "effort": config.plan.effort,
         "normaliser": config.credit.normaliser,
