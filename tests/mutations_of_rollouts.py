@@ -40,7 +40,7 @@ WINDOWS: list[Mutation] = [
     ),
     Mutation(
         name="moments of seen parameters alone",
-        why="[P23] A run whose parameters had no gradient before its checkpoint cannot be resumed.",
+        why="A run whose parameters had no gradient before its checkpoint cannot be resumed.",
         module="evenstep.train.checkpoint",
         old="        _complete(trained[name].optimizer)",
         new="        pass",
