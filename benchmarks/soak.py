@@ -90,6 +90,7 @@ num_tasks = 0
 SAMPLE_EVERY_S = 1.0
 NOTE_EVERY_S = 3.0
 FOLDER_OF_MEMORY = "EVENSTEP_SOAK_MEMORY"
+NUM_PARTS = 12  # of what comes after the warm-up
 WARM_UP = 1 / 3  # of the last stretch: caches fill, the allocator settles
 ENOUGH_S = 300.0  # a slope over less says nothing
 
@@ -231,11 +232,17 @@ class Memory:
         return found
 
     def measured(self) -> tuple[float, float]:
-        """(seconds after the warm-up, bytes per second by least squares over them)."""
+        """(seconds after the warm-up, bytes per second by which the least of each part of them rises).
+
+        What is kept for good raises the least as well; buffers of some MiB that live for a moment only ever add to it.
+        """
         seconds, sizes = np.asarray(self.seconds) - self.seconds[0], np.asarray(self.sizes, dtype=np.float64)
         is_warm = seconds >= seconds[-1] * WARM_UP
-        slope = float(np.polyfit(seconds[is_warm], sizes[is_warm], 1)[0]) if is_warm.sum() > 2 else 0.0
-        return float(seconds[-1] - seconds[is_warm][0]), slope
+        seconds, sizes = seconds[is_warm], sizes[is_warm]
+        parts = [part for part in np.array_split(np.arange(seconds.size), NUM_PARTS) if part.size]
+        least = np.array([part[sizes[part].argmin()] for part in parts])
+        slope = float(np.polyfit(seconds[least], sizes[least], 1)[0]) if least.size > 2 else 0.0
+        return float(seconds[-1] - seconds[0]), slope
 
 
 def descendants(pid: int) -> list[int]:
