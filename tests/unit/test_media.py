@@ -23,9 +23,9 @@ import tiny_vision as tiny
 from evenstep import Call, Rollout, Row
 from evenstep.errors import FileFormatError, RowError, SegmentationError
 from evenstep.files import RolloutWriter, read_rollouts, write_rollouts
+from evenstep.files.pixels import read_pixels, write_pixels
 from evenstep.imports.own import own_reader
 from evenstep.media import Media, VisionSpec, rope_positions
-from evenstep.media_files import read_pixels, write_pixels
 from evenstep.rollout.segments import rows_of, segmentation_of
 
 IMAGE, START, END = tiny.IMAGE, tiny.START, tiny.END

@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary
 
 from evenstep.errors import FileFormatError, RowError
 from evenstep.files.lines import CallObject, LengthsLine, Line, LineError, RolloutLine, RowLine
+from evenstep.files.pixels import Pixels, read_pixels
 from evenstep.files.records import RowLengths, RowRecord
 from evenstep.files.tails import ends_in_gzip_header, is_complete
 from evenstep.media import Media
-from evenstep.media_files import Pixels, read_pixels
 from evenstep.types import Call, Rollout, Sampling
 
 __all__ = ["read_lengths", "read_rollouts", "read_rows", "to_rollout"]

@@ -13,10 +13,10 @@ from typing import Any, Self, TypeVar, cast
 from evenstep.errors import FileFormatError
 from evenstep.experts import RoutedExperts
 from evenstep.files.lines import FORMAT_VERSION, ExpertsObject, LengthsLine, Line, LineError, RolloutLine, RowLine
+from evenstep.files.pixels import write_pixels
 from evenstep.files.records import RowLengths, RowRecord
 from evenstep.files.tails import gz_tail, plain_tail
 from evenstep.media import Media
-from evenstep.media_files import write_pixels
 from evenstep.types import Rollout, Sampling
 
 __all__ = ["RolloutWriter", "write_lengths", "write_rollouts", "write_rows", "write_text"]
