@@ -30,9 +30,9 @@ from evenstep.rollout.compaction import compaction_named
 from evenstep.rollout.environment import TaskSource
 from evenstep.rollout.ledger import LedgerOptions
 from evenstep.rollout.server import Expected, ServerEngine, ServerOptions
-from evenstep.rollout.server_api import IDS_PATH
 from evenstep.rollout.server_connection import Connection, connection_pool
 from evenstep.rollout.server_process import ServerProcess, vllm_command, vllm_environment
+from evenstep.rollout.server_vllm import IDS_PATH
 from evenstep.train.checkpoint import export
 from evenstep.train.models import load_model
 from evenstep.types import Rollout

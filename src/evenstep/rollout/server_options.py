@@ -8,11 +8,13 @@ from math import inf, isfinite
 
 from evenstep.errors import EngineError
 from evenstep.experts import RoutedExperts
-from evenstep.rollout.server_api import RAW_MODES, SAMPLED_MODES, TOKENIZER_TEXT, ServerApi, ServerFacts
+from evenstep.rollout.server_api import TOKENIZER_TEXT, ServerApi, ServerFacts
 from evenstep.rollout.server_connection import Connection
 
 __all__ = ["Expected", "Probe", "Server", "ServerOptions", "compare_probes", "inspect"]
 
+SAMPLED_MODES = ("processed_logprobs",)  # of vLLM: log-probs of the distribution sampled from
+RAW_MODES = ("raw_logprobs",)  # the same at temperature 1 alone
 MAX_CHECKS = 4  # of a server's stamp at a time: with one, calls would wait for the answer to an earlier question too
 
 

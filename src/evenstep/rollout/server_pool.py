@@ -17,9 +17,11 @@ from uuid import uuid4
 
 from evenstep.errors import EngineError
 from evenstep.rollout.engine import Completion, Request
-from evenstep.rollout.server_api import APIS, RETURN_EXPERTS, Answer, ServerApi
+from evenstep.rollout.server_api import Answer, ServerApi
 from evenstep.rollout.server_connection import Connection, UnavailableError, connection_pool
 from evenstep.rollout.server_options import Probe, Server, ServerOptions, compare_probes, inspect
+from evenstep.rollout.server_sglang import SglangApi
+from evenstep.rollout.server_vllm import VllmApi
 from evenstep.types import Sampling
 
 __all__ = ["FIRST_DELAY_S", "MAX_DELAY_S", "PROBE_TOKENS", "ServerPool"]
@@ -57,8 +59,7 @@ class ServerPool:
     ) -> None:
         self._options, self._is_owner, self._notice, self._restart = options, is_owner, notice, restart
         self._run = run or uuid4().hex[:12]
-        shape = options.experts_shape
-        self._api: ServerApi = APIS[options.kind]() if shape is None else RETURN_EXPERTS[options.kind](shape)
+        self._api = _api_of(options)
         self.version, self._folder = 0, Path()
         self._groups: dict[str, Server] = {}
         self._is_held, self._num_in_flight = True, 0
@@ -439,3 +440,11 @@ class ServerPool:
     def _say(self, text: str) -> None:
         if self._notice is not None:
             self._notice(text)
+
+
+def _api_of(options: ServerOptions) -> ServerApi:
+    if options.kind == "sglang":
+        return SglangApi(options.experts_shape)
+    assert options.kind == "vllm"
+    assert options.experts_shape is None  # its answers have none; the configuration refuses to ask for them
+    return VllmApi()
