@@ -19,7 +19,8 @@ class Fault:
 def be_rank(folder: str, fault: Fault | None) -> None:
     """Be a rank of a launch, as the command of a rank is, with its fault."""
     from evenstep.replay.spec import Launch
-    from evenstep.train.replay_arm import reported, run_launch
+    from evenstep.train.rank_errors import reported
+    from evenstep.train.replay_arm import run_launch
 
     launch = Launch.read(Path(folder))
     if fault is not None and (launch.name, os.environ["RANK"]) == (fault.arm, str(fault.rank)):

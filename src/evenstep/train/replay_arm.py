@@ -6,28 +6,23 @@ compared with what another arm wrote.
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import os
 import random
 import shutil
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from evenstep.config import Config, load_config
-from evenstep.errors import EvenstepError, StateError
+from evenstep.errors import StateError
 from evenstep.plan import StepPlan
 from evenstep.rank_exit import exits_at_once
 from evenstep.replay.recorded import read_recording
@@ -36,17 +31,17 @@ from evenstep.train import distributed
 from evenstep.train.checkpoint import load_checkpoint
 from evenstep.train.memory import peak_memory_bytes, reset_peak_memory
 from evenstep.train.passes import WindowRows, credited, scored
+from evenstep.train.rank_errors import Watch, reported
 from evenstep.train.schedule import learning_rate, set_learning_rate
+from evenstep.train.scored_file import read_scored, write_scored
 from evenstep.train.setup import Models, load_models
 from evenstep.train.step import StepResult
 from evenstep.train.stored_steps import StoredSteps
 from evenstep.train.window import PreparedWindow
-from evenstep.types import Row, Window
+from evenstep.types import Window
 
-__all__ = ["FAILED", "main", "reported", "run_launch"]
+__all__ = ["main", "run_launch"]
 
-FAILED = 3  # exit code of a rank whose error is in its file
-SCORED_FIELDS = ("old_logprobs", "ref_logprobs", "old_values")
 SHOWN_ROWS = 8
 
 
@@ -67,37 +62,12 @@ def run_launch(folder: Path) -> None:
         EvenstepError: see its subclasses; the steps made before are in ``steps.jsonl``.
     """
     launch = Launch.read(folder)
-    with _Watch(folder, launch.step_timeout_s) as watch:
+    with Watch(folder, launch.step_timeout_s) as watch:
         _Arm(folder, launch, watch).run()
 
 
-class _Watch:
-    """Ends this process when a step takes too long, whatever it waits for, and leaves the stack it stood in."""
-
-    def __init__(self, folder: Path, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._file = (folder / f"stack.{distributed.rank_and_size()[0]}").open("w")
-
-    def renew(self) -> None:
-        # a thread of C: it ends the process also where Python's own threads wait for a collective
-        faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._file)
-
-    def __enter__(self) -> _Watch:
-        faulthandler.enable(self._file)  # of a crash in compiled code
-        # where another rank's time was up first, the launcher ends this one
-        faulthandler.register(signal.SIGTERM, file=self._file, chain=True)
-        self.renew()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(signal.SIGTERM)
-        faulthandler.disable()
-        self._file.close()
-
-
 class _Arm:
-    def __init__(self, folder: Path, launch: Launch, watch: _Watch) -> None:
+    def __init__(self, folder: Path, launch: Launch, watch: Watch) -> None:
         self.folder, self.launch, self.watch = folder, launch, watch
         config = load_config([folder / "config.toml"])
         # beside the schema: a run is in float32, a replay may look closer
@@ -150,7 +120,7 @@ class _Arm:
         if config.has_scoring_pass and self.is_reference:
             result = scored(found if self.rank == 0 else None, self.models, config)
             if result is not None:
-                _write_scored(path, result)
+                write_scored(path, result)
             distributed.exchange(None)  # nobody reads before it is written
         if config.has_scoring_pass:
             if not path.exists():
@@ -158,7 +128,7 @@ class _Arm:
                     f"old log-probs and values are scored once, by the first arm, and it ended before collection "
                     f"{collection}; make that arm finish"
                 )
-            found = _read_scored(path, found)
+            found = read_scored(path, found)
         else:  # nothing to score; old log-probs of the engine come from the rollouts
             found = scored(found, self.models, config) or found
         return [credited(window, config) for window in found]
@@ -383,68 +353,10 @@ def _row_differences(
     }
 
 
-def _write_scored(path: Path, windows: Sequence[WindowRows]) -> None:
-    rows = [row for window in windows for row in window.rows]
-    arrays: dict[str, Any] = {
-        name: np.concatenate([getattr(row, name) for row in rows])
-        for name in SCORED_FIELDS
-        if rows and getattr(rows[0], name) is not None
-    }
-    ends = [(i, rollout, value) for i, w in enumerate(windows) for rollout, value in w.terminal_values.items()]
-    partial_path = path.with_suffix(".partial.npz")
-    np.savez(partial_path, terminal=np.array(json.dumps(ends)), **arrays)
-    partial_path.rename(path)
-
-
-def _read_scored(path: Path, windows: Sequence[WindowRows]) -> list[WindowRows]:
-    with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
-    ends = json.loads(str(arrays.pop("terminal")))
-    found: list[WindowRows] = []
-    start = 0
-    for index, window in enumerate(windows):
-        rows: list[Row] = []
-        for row in window.rows:
-            part = {name: values[start : start + row.num_tokens] for name, values in arrays.items()}
-            rows.append(replace(row, **part))  # type: ignore[arg-type]
-            start += row.num_tokens
-        terminal = {rollout: value for i, rollout, value in ends if i == index}
-        found.append(replace(window, rows=tuple(rows), terminal_values=terminal))
-    return found
-
-
 def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-@contextmanager
-def reported(folder: Path) -> Iterator[None]:
-    """Leave an error in a file for the process that started the ranks, and end with exit code 3."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 -- whatever it is becomes a result
-        report_error(folder, error)
-        sys.exit(FAILED)
-
-
-def report_error(folder: Path, error: Exception) -> None:
-    """Write what ended this rank."""
-    rank = int(os.environ.get("RANK", "0"))
-    is_oom = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-    record = {
-        "time": time.time(),
-        "rank": rank,
-        "type": type(error).__name__,
-        "is_evenstep": isinstance(error, EvenstepError),
-        "is_oom": is_oom,
-        "text": str(error)[:2000],
-        "traceback": "".join(traceback.format_exception(error))[-8000:],
-    }
-    path = folder / f"error.{rank}.partial"
-    path.write_text(json.dumps(record))
-    path.rename(folder / f"error.{rank}.json")
 
 
 if __name__ == "__main__":

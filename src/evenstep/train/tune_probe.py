@@ -22,7 +22,7 @@ from evenstep.config import Config, load_config
 from evenstep.rank_exit import exits_at_once
 from evenstep.train import distributed
 from evenstep.train.memory import peak_memory_bytes, reset_peak_memory
-from evenstep.train.replay_arm import reported
+from evenstep.train.rank_errors import reported
 from evenstep.train.routing import PADDING, experts_of_cell, router_shape
 from evenstep.train.setup import load_models
 from evenstep.train.step import Trainer
