@@ -219,7 +219,7 @@ class Segment:
 
 def _per_token(name: str, row_id: Hashable, values: Any, num_tokens: int) -> Float64Array:
     try:
-        array = np.asarray(values, dtype=np.float64)
+        array = np.array(values, dtype=np.float64)  # a copy: the caller may fill the same buffer again
     except (TypeError, ValueError) as error:
         raise RowError(f"row {row_id!r}: {name} must hold one number per token ({error})") from error
     if array.shape != (num_tokens,):
@@ -235,7 +235,7 @@ def _per_token(name: str, row_id: Hashable, values: Any, num_tokens: int) -> Flo
 class Row:
     """What a model's forward sees: a segment's tokens with the mask of the trained ones.
 
-    Lists are accepted and kept as read-only NumPy arrays. Values at positions with ``loss_mask == 0`` are never read:
+    Lists and arrays are accepted and kept as read-only NumPy copies. Values at positions with ``loss_mask == 0`` are never read:
     NaN, infinities and padding are harmless there.
 
     Raises:

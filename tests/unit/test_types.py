@@ -1,0 +1,36 @@
+"""Locks: a row is what it was made of, whatever the caller does with the arrays later, and those stay the caller's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evenstep import Row
+from evenstep.types import PER_TOKEN_FIELDS
+
+
+def values_of(row: Row, name: str) -> list[Any]:
+    return np.asarray(getattr(row, name)).tolist()
+
+
+@pytest.mark.parametrize("name", ["token_ids", "loss_mask", "advantage", *PER_TOKEN_FIELDS])
+def test_a_buffer_that_is_filled_again_changes_no_row(name: str) -> None:
+    dtype = {"token_ids": np.int64, "loss_mask": np.bool_}.get(name, np.float64)
+    buffer = np.array([0, 0, 1, 1, 0, 0], dtype=dtype)
+    given: dict[str, Any] = {"token_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]} | {name: buffer[:4]}
+    row = Row(row_id="a", rollout_id="r", group_id="g", **given)
+    before = values_of(row, name)
+    buffer[:] = np.array([1, 1, 0, 0, 1, 1], dtype=dtype)  # the next row's
+    assert values_of(row, name) == before == [0, 0, 1, 1]
+    assert buffer[:4].flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(row, name)[0] = 1
+
+
+@pytest.mark.parametrize("name", ["advantage", *PER_TOKEN_FIELDS])
+def test_the_callers_array_stays_writable(name: str) -> None:
+    given = np.array([0.0, 0.0, 0.5, 0.25])
+    Row(row_id="a", rollout_id="r", group_id="g", token_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 1], **{name: given})
+    given[2] = 1.0
