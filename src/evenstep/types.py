@@ -235,8 +235,8 @@ def _per_token(name: str, row_id: Hashable, values: Any, num_tokens: int) -> Flo
 class Row:
     """What a model's forward sees: a segment's tokens with the mask of the trained ones.
 
-    Lists and arrays are accepted and kept as read-only NumPy copies. Values at positions with ``loss_mask == 0`` are never read:
-    NaN, infinities and padding are harmless there.
+    Lists and arrays are accepted and kept as read-only NumPy copies. Values at positions with ``loss_mask == 0`` are
+    never read: NaN, infinities and padding are harmless there.
 
     Raises:
         RowError: an empty row, unequal lengths, ``loss_mask[0] != 0``, a mask that is not 0/1, negative token ids, a

@@ -14,7 +14,9 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-__all__ = ["dotted", "find_nonfinite", "nearest", "promise", "shown"]
+__all__ = ["MAX_DEPTH", "dotted", "find_unwritable", "nearest", "promise", "shown", "whole_text"]
+
+MAX_DEPTH = 196  # of free-form JSON: what reads a line takes 200 levels, of which the line itself has up to four
 
 _PROMISES = {
     "missing": "is required",
@@ -60,7 +62,19 @@ def shown(value: Any, *, width: int = 60) -> str:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested too deep to show"
+    text = text.encode("utf-8", "backslashreplace").decode()  # no terminal shows half a surrogate pair
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def whole_text(text: str) -> str:
+    """The text with ``?`` for each half of a surrogate pair: Python may hold one, UTF-8 has none.
+
+    >>> whole_text("café " + chr(0xDCFF))
+    'café ?'
+    """
+    return text.encode("utf-8", "replace").decode()
 
 
 def dotted(location: Iterable[int | str]) -> str:
@@ -85,18 +99,32 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def find_nonfinite(value: Any, location: tuple[int | str, ...] = ()) -> tuple[tuple[int | str, ...], float] | None:
-    """The place and value of the first NaN or infinity in nested JSON data, or None."""
+def find_unwritable(
+    value: Any, location: tuple[int | str, ...] = (), *, depth: int = 0
+) -> tuple[tuple[int | str, ...], str] | None:
+    """The place of the first value that a JSON file cannot give back, and what it must be; None: there is none.
+
+    NaN and infinities, half a surrogate pair in a text or a key, and what is nested deeper than ``MAX_DEPTH``.
+
+    >>> find_unwritable({"a": [0.5, float("nan")]})
+    (('a', 1), 'must be a finite number, found NaN')
+    """
     if isinstance(value, float):
-        return None if math.isfinite(value) else (location, value)
+        return None if math.isfinite(value) else (location, f"must be a finite number, found {shown(value)}")
+    if isinstance(value, str):
+        return None if whole_text(value) == value else (location, f"must be UTF-8 text, found {shown(value)}")
     if isinstance(value, Mapping):
         items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
     else:
         return None
+    if depth == MAX_DEPTH:
+        return location[:4], f"must be nested at most {MAX_DEPTH} deep, found more"
     for key, item in items:
-        found = find_nonfinite(item, (*location, key))
+        if isinstance(key, str) and whole_text(key) != key:
+            return location, f"must have keys of UTF-8 text, found {shown(key)}"
+        found = find_unwritable(item, (*location, key), depth=depth + 1)
         if found is not None:
             return found
     return None

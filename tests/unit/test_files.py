@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.errors import FileFormatError
@@ -36,6 +36,7 @@ from evenstep.files import (
 )
 from evenstep.files.lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
 from evenstep.types import BREAK_REASONS, Call, Rollout, Sampling
+from evenstep.validation import MAX_DEPTH
 
 
 def make_rollout(rollout_id: str = "p0/0", **changes: Any) -> Rollout:
@@ -154,6 +155,7 @@ def calls(draw: st.DrawFn, order: int) -> Call:
     )
 
 
+@settings(deadline=None)
 @given(data=st.data(), suffix=st.sampled_from(["", ".gz"]))
 def test_any_rollout_comes_back_bit_equal(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, suffix: str
@@ -330,6 +332,23 @@ def test_cut_at_every_byte(tmp_path: Path, suffix: str) -> None:
         assert [rollout.rollout_id for rollout in read_rollouts(path)] == [*names, "next"]
 
 
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("where", ["info", "extra", "call", "sampling"])
+def test_what_is_nested_as_deep_as_may_be_comes_back(tmp_path: Path, where: str) -> None:
+    given = {where: {"a": nested(MAX_DEPTH - 1)}}
+    sampling = Sampling(extra=given.get("sampling", {}))
+    call = Call(order=0, prompt_ids=(1,), output_ids=(), logprobs=(), sampling=sampling, extra=given.get("call", {}))
+    rollout = make_rollout(calls=(call,), info=given.get("info", {}), extra=given.get("extra", {}))
+    write_rollouts(tmp_path / "a.jsonl", [rollout])
+    assert list(read_rollouts(tmp_path / "a.jsonl")) == [rollout]
+
+
 def append_rollouts(path: Path, rollouts: list[Rollout]) -> None:
     with RolloutWriter(path) as writer:
         writer.append(rollouts)
@@ -341,6 +360,12 @@ def append_rollouts(path: Path, rollouts: list[Rollout]) -> None:
         (make_rollout("bad", reward=float("nan")), "reward"),
         (make_rollout("bad", info={"a": float("inf")}), "info.a"),
         (make_rollout("bad", info={"a": object()}), "info.a"),
+        (make_rollout("bad", info={"a": ["\ud83d"]}), r"`info.a[0]`: must be UTF-8 text, found "),
+        (make_rollout("bad", info={"a": {"\ud83d": 1}}), r"`info.a`: must have keys of UTF-8 text, found "),
+        (make_rollout("bad", extra={"a": "\udc00"}), r"`a`: must be UTF-8 text, found "),
+        (make_rollout("bad", status_reason="caf\udce9"), r"`status_reason`: must be UTF-8 text, found "),
+        (make_rollout("bad", info={"a": nested(MAX_DEPTH)}), f"must be nested at most {MAX_DEPTH} deep"),
+        (make_rollout("bad", extra={"a": nested(2_000)}), "nested too deep"),
         (make_rollout("bad", extra={"a": float("nan")}), "`a"),
         (make_rollout("bad", extra={"reward": 1.0}), "known fields, found ['reward']"),
         (make_rollout("bad", reward=None), "reward"),
@@ -384,6 +409,28 @@ def test_an_id_is_written_once(tmp_path: Path) -> None:
     with pytest.raises(FileFormatError, match=r"field `rollout_id`: must be unique in the file, found 'r' twice"):
         write_rollouts(path, [rollout, rollout])
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_an_id_is_appended_once(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    first, second = make_rollout('of "Ω"\\'), make_rollout("second")
+    with RolloutWriter(path) as writer:
+        writer.append([first])
+        for batch in ([first], [second, first], [second, second]):
+            with pytest.raises(FileFormatError, match="field `rollout_id`: must be unique in the file"):
+                writer.append(batch)
+        writer.append(iter([second]))  # the batches with it were refused as a whole
+    foreign = {"kind": "rollout", **valid_line(rollout_id="foreign")}  # its fields in another order
+    if name == "a.jsonl":
+        with path.open("a") as file:
+            file.write(json.dumps(foreign) + "\n")
+    with RolloutWriter(path) as writer:  # a program that is run again
+        for rollout in (first, second) + ((make_rollout("foreign"),) if name == "a.jsonl" else ()):
+            with pytest.raises(FileFormatError, match="must be unique in the file"):
+                writer.append([rollout])
+        writer.append([make_rollout("third")])
+    assert [rollout.rollout_id for rollout in read_rollouts(path)][:2] == [first.rollout_id, "second"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])

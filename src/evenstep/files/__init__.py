@@ -2,7 +2,8 @@
 
 Every line carries ``format_version`` and ``kind``. Reading is strict and streams: the first wrong line raises, naming
 file, line, field, what was found and the fix. Fields this version does not know are kept in ``extra`` and written
-back. NaN and infinities are neither read nor written. What a reader accepts a writer writes, and the other way round.
+back. NaN, infinities and halves of surrogate pairs are neither read nor written. What a reader accepts a writer writes,
+and the other way round.
 
 >>> import tempfile, pathlib
 >>> from evenstep.types import Call, Rollout

@@ -19,7 +19,7 @@ from pydantic import (
 from evenstep.errors import FileFormatError, RowError
 from evenstep.experts import RoutedExperts
 from evenstep.types import BreakReason, Status
-from evenstep.validation import dotted, find_nonfinite, promise, shown
+from evenstep.validation import dotted, find_unwritable, promise, shown
 
 __all__ = [
     "FORMAT_VERSION",
@@ -86,8 +86,8 @@ class Line(_Object):
         return line
 
     def check(self) -> None:
-        """Raise `LineError` when fields contradict each other, or free-form JSON holds NaN."""
-        _require_finite(self.__pydantic_extra__)
+        """Raise `LineError` when fields contradict each other, or free-form JSON could not be read back."""
+        _require_writable(self.__pydantic_extra__)
 
 
 class SamplingObject(_Object):
@@ -161,7 +161,8 @@ class RolloutLine(Line):
 
     def check(self) -> None:
         super().check()
-        _require_finite(self.info, "info")
+        _require_writable(self.info, "info")
+        _require_writable(self.status_reason, "status_reason")
         if self.reward is None and self.status != "failed":
             raise LineError(
                 "reward",
@@ -171,8 +172,9 @@ class RolloutLine(Line):
         index_of_order: dict[int, int] = {}
         for index, call in enumerate(self.calls):
             here = f"calls[{index}]"
-            _require_finite(call.__pydantic_extra__, here)
-            _require_finite(call.sampling.__pydantic_extra__, f"{here}.sampling")
+            _require_writable(call.finish_reason, f"{here}.finish_reason")
+            _require_writable(call.__pydantic_extra__, here)
+            _require_writable(call.sampling.__pydantic_extra__, f"{here}.sampling")
             _require_one_each(f"{here}.logprobs", len(call.logprobs), "output_ids", len(call.output_ids))
             if call.order in index_of_order:
                 raise LineError(
@@ -263,13 +265,12 @@ def _require_experts(location: str, found: ExpertsObject) -> None:
         ) from None
 
 
-def _require_finite(value: Any, *location: str) -> None:
-    """Free-form JSON passes the parser with NaN in it, so it is looked for by hand."""
-    found = find_nonfinite(value, location)
+def _require_writable(value: Any, *location: str) -> None:
+    """Free-form JSON passes the parser with NaN in it and more, so it is looked for by hand."""
+    found = find_unwritable(value, location)
     if found is not None:
-        raise LineError(
-            dotted(found[0]), f"must be a finite number, found {shown(found[1])}; {_FIXES['finite_number']}"
-        )
+        place, problem = found
+        raise LineError(dotted(place), f"{problem}; correct what produced it, such values have no place in a file")
 
 
 # ---------------------------------------------------------------------------------------------------- messages

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +21,10 @@ from evenstep.files.tails import ends_in_gzip_header, is_complete
 from evenstep.media import Media
 from evenstep.types import Call, Rollout, Sampling
 
-__all__ = ["read_lengths", "read_rollouts", "read_rows", "to_rollout"]
+__all__ = ["read_lengths", "read_rollouts", "read_rows", "rollout_ids", "to_rollout"]
+
+# how a line that was written here begins; the rest of it, which may be long, is not looked at for its id
+_HEAD = re.compile(rb'\{"format_version":\d+,"kind":"rollout","rollout_id":("(?:[^"\\]|\\.)*+")')
 
 T = TypeVar("T")
 LineT = TypeVar("LineT", bound=Line)
@@ -41,6 +46,18 @@ def read_rollouts(
     """
     convert = partial(to_rollout, pixels_of=_PixelsOf(Path(path).parent)) if pixels else to_rollout
     return _read(Path(path), RolloutLine, convert, "rollout_id", allow_truncated_tail)
+
+
+def rollout_ids(path: Path) -> Iterator[str]:
+    """The ids of a file's rollouts, whose lines are not checked otherwise: one without an id has none."""
+    for _, text in _lines(path, allow_truncated_tail=False):
+        found = _HEAD.match(text)
+        try:
+            name: Any = json.loads(text)["rollout_id"] if found is None else json.loads(found[1])
+        except (KeyError, TypeError, ValueError):
+            continue
+        if isinstance(name, str):
+            yield name
 
 
 class _PixelsOf:

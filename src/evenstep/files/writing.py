@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -14,6 +14,7 @@ from evenstep.errors import FileFormatError
 from evenstep.experts import RoutedExperts
 from evenstep.files.lines import FORMAT_VERSION, ExpertsObject, LengthsLine, Line, LineError, RolloutLine, RowLine
 from evenstep.files.pixels import write_pixels
+from evenstep.files.reading import rollout_ids
 from evenstep.files.records import RowLengths, RowRecord
 from evenstep.files.tails import gz_tail, plain_tail
 from evenstep.media import Media
@@ -45,12 +46,14 @@ def write_lengths(path: str | os.PathLike[str], rows: Iterable[RowLengths]) -> N
     _write(Path(path), (_encoded(LengthsLine, "lengths", row, where) for row, where in named))
 
 
-def _unique(path: str | os.PathLike[str], id_name: str, records: Iterable[T]) -> Iterator[T]:
-    """The records, unless an id comes twice, which no reader would take."""
+def _unique(
+    path: str | os.PathLike[str], id_name: str, records: Iterable[T], *, known: Set[Any] = frozenset()
+) -> Iterator[T]:
+    """The records, unless an id comes twice, or is ``known`` to be in the file, which no reader would take."""
     seen: set[Any] = set()
     for record in records:
         unique_id = record.__getattribute__(id_name)
-        if unique_id in seen:
+        if unique_id in seen or unique_id in known:
             raise FileFormatError(
                 f"{path}, field `{id_name}`: must be unique in the file, found {unique_id!r} twice; write it once, or "
                 f"give the other another id"
@@ -136,7 +139,8 @@ class RolloutWriter:
             `read_rollouts` yields with ``allow_truncated_tail=True`` stays. ``was_repaired`` says whether it happened.
 
     Raises:
-        FileFormatError: the file's last line is incomplete, or a rollout that `read_rollouts` would refuse.
+        FileFormatError: the file's last line is incomplete, or a rollout that `read_rollouts` would refuse, also
+            because its id is in the file already.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, repair_truncated_tail: bool = False) -> None:
@@ -154,6 +158,7 @@ class RolloutWriter:
             os.truncate(self.path, num_bytes)
         self._stream = self.path.open("ab", buffering=0)
         self._append_bytes(missing)
+        self._known = set(rollout_ids(self.path))
 
     def append(self, rollouts: Iterable[Rollout]) -> None:
         """Write a batch and wait until the disk has it; nothing is written when one of its rollouts is refused.
@@ -161,7 +166,9 @@ class RolloutWriter:
         Raises:
             OSError: the disk did not take all of it; the file is as it was before, so that it may be tried again.
         """
-        self._append_bytes(b"".join(_rollout_bytes(self.path, rollout) for rollout in rollouts))
+        batch = list(_unique(self.path, "rollout_id", rollouts, known=self._known))
+        self._append_bytes(b"".join(_rollout_bytes(self.path, rollout) for rollout in batch))
+        self._known.update(rollout.rollout_id for rollout in batch)
 
     def _append_bytes(self, data: bytes) -> None:
         if data:

@@ -22,6 +22,7 @@ from evenstep.rollout.engine import Engine
 from evenstep.rollout.environment import AsksModel, Environment, Episode, Observation, Score, Start
 from evenstep.rollout.recorder import AgentOptions, Recorder, RolloutIdentity, TruncatedError
 from evenstep.types import Rollout, Status
+from evenstep.validation import dotted, find_unwritable, whole_text
 
 __all__ = ["AgentOptions", "RolloutIdentity", "Supervised", "run_rollout"]
 
@@ -162,7 +163,7 @@ async def run_rollout(
     except EvenstepError:
         raise
     except Exception:  # noqa: BLE001 -- an environment is foreign code: whatever it raises costs this rollout, not the run
-        status, status_reason = "failed", traceback.format_exc()
+        status, status_reason = "failed", whole_text(traceback.format_exc())
     if recorder.failure is not None:  # an environment that asked for the call may have swallowed it
         raise recorder.failure
     info: dict[str, Any] = {} if score is None else dict(score.info)
@@ -188,9 +189,14 @@ def _checked(score: Any) -> Score:
     if not math.isfinite(score.reward):
         raise ValueError(f"a reward must be finite, found {score.reward!r}")
     try:
-        info = json.loads(json.dumps(dict(score.info), allow_nan=False))
+        # what a model wrote may be in it, and half a surrogate pair of that is no reason to lose a reward
+        text = whole_text(json.dumps(dict(score.info), allow_nan=False, ensure_ascii=False))
+        info = json.loads(text)
     except (TypeError, ValueError) as error:
         raise type(error)(f"Score.info must hold JSON values only: {error}") from error
+    problem = find_unwritable(info)
+    if problem is not None:
+        raise ValueError(f"Score.info must hold what a rollout file can: {dotted(problem[0])} {problem[1]}")
     return Score(reward=float(score.reward), info=info)
 
 

@@ -31,6 +31,7 @@ from evenstep.serve.registry import Registry
 from evenstep.serve.running import bound_socket, serving
 from evenstep.serve.tool_calls import tool_family
 from evenstep.types import Rollout
+from evenstep.validation import whole_text
 
 __all__ = ["CommandAgent", "CommandPlayer"]
 
@@ -323,7 +324,7 @@ async def _of_environment(call: Any) -> Any:
     except EvenstepError:
         raise
     except Exception as error:
-        raise _FailedError(traceback.format_exc()) from error
+        raise _FailedError(whole_text(traceback.format_exc())) from error
 
 
 def _exit_text(code: int) -> str:

@@ -1,7 +1,8 @@
 """What is locked here:
 
 1. Whatever an environment raises or returns wrongly, at any of its calls or while it is made, makes its rollout failed
-   with the traceback; a Ctrl-C and a stop of ours go through.
+   with the traceback; a Ctrl-C and a stop of ours go through. Whatever an error or an info says, its rollout can be
+   written and read back.
 2. A reward is a finite number, also of NumPy; anything else fails the rollout and says what was found.
 3. A call that takes longer than ``step_timeout_s``, or calls that together take longer than ``timeout_s``, fail the
    rollout, also when they block or swallow their cancellation; without a timeout no clock has a say.
@@ -13,6 +14,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +33,7 @@ from evenstep.rollout.chat import ChatRenderer
 from evenstep.rollout.collector import generate_rollouts, slots_of
 from evenstep.rollout.compaction import NoCompaction
 from evenstep.rollout.environment import ENVIRONMENTS, Environment, Episode, Score, Split, Start, TaskSource
+from evenstep.validation import MAX_DEPTH
 from scripted import CharacterTokenizer, ScriptedBatchEngine, ScriptedEngine, play, played, says
 
 Hook = Callable[[], Any]
@@ -168,6 +172,40 @@ def test_info_that_is_no_json_says_so(info: dict[str, Any]) -> None:
     rollout = played(Scene("score", lambda: Score(reward=1.0, info=info)))
     assert rollout.status == "failed"
     assert "Score.info must hold JSON values only" in (rollout.status_reason or "")
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_info_may_hold_what_a_model_wrote(tmp_path: Any) -> None:
+    said = json.loads(r'{"city": "\ud83d", "\udc00": ["ok \ud83d\ude00"]}')  # halves of a pair, and a whole one
+    rollout = played(Scene("score", lambda: Score(reward=1.0, info={"said": said, "deep": nested(100)})))
+    assert (rollout.status, rollout.reward) == ("ok", 1.0)
+    assert rollout.info["said"] == {"city": "?", "?": ["ok \U0001f600"]}
+    write_rollouts(tmp_path / "a.jsonl", [rollout])
+    assert list(read_rollouts(tmp_path / "a.jsonl")) == [rollout]
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 500, 100_000])
+def test_info_that_no_file_gives_back_fails_the_rollout(tmp_path: Any, depth: int) -> None:
+    rollout = played(Scene("score", lambda: Score(reward=1.0, info={"said": nested(depth)})))
+    assert rollout.status == "failed"
+    write_rollouts(tmp_path / "a.jsonl", [rollout])
+    assert list(read_rollouts(tmp_path / "a.jsonl")) == [rollout]
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "score"])
+def test_an_error_about_bytes_that_are_no_text_is_kept(tmp_path: Any, where: str) -> None:
+    error = FileNotFoundError(2, "No such file", os.fsdecode(b"caf\xe9.txt"))
+    rollout = played(Scene(where, raising(error)))
+    assert rollout.status == "failed"
+    assert "No such file" in (rollout.status_reason or "")
+    write_rollouts(tmp_path / "a.jsonl", [rollout])
+    assert list(read_rollouts(tmp_path / "a.jsonl")) == [rollout]
 
 
 def test_a_failed_rollout_survives_its_file(tmp_path: Any) -> None:
