@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 from evenstep.config.schema import Config, PlanSection, RolloutSection, Section, TrainSection
 from evenstep.errors import ConfigError
 
-__all__ = ["check_relations", "listed"]
+__all__ = ["OF_LAYOUT_FIXED", "check_relations", "listed"]
+
+OF_LAYOUT_FIXED = ("micro_batch_rows", "logprob_micro_batch_rows", "pad_scope")  # keys of [plan]
 
 
 def listed(problems: Sequence[str]) -> str:
@@ -290,7 +292,7 @@ def _plan_problems(plan: PlanSection) -> list[str]:
         problems += [
             f"plan.{name} belongs to plan.layout = 'fixed', found {getattr(plan, name)!r} with layout {plan.layout!r}; "
             f"leave it out, or set plan.layout = 'fixed'"
-            for name in _given(plan, ("micro_batch_rows", "logprob_micro_batch_rows", "pad_scope"))
+            for name in _given(plan, OF_LAYOUT_FIXED)
         ]
     if plan.max_tokens_per_gpu is not None and plan.pad_to_multiple > plan.max_tokens_per_gpu:
         problems.append(

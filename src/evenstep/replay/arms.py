@@ -8,6 +8,7 @@ from typing import Any
 import tomli_w
 
 from evenstep.config import Config, load_config, parse_override
+from evenstep.config.relations import OF_LAYOUT_FIXED
 from evenstep.config.schema import PlanSection
 from evenstep.errors import ConfigError
 from evenstep.validation import nearest
@@ -25,8 +26,8 @@ OTHER_KEYS = (
 def arm_config(text: str, base: Config, folder: Path) -> Config:
     """The configuration of one arm: a layout, then ``key=value`` of ``[plan]`` or of the few other keys an arm may set.
 
-    Keys that would contradict the arm's layout are left out where they come from the base: a budget with ``fixed``,
-    ``micro_batch_rows`` and ``pad_scope`` with the others.
+    Keys that would contradict the arm's layout are left out where they come from the base: a budget with ``fixed``, the
+    keys of ``fixed`` with the others.
 
     Args:
         text: ``padded``, or ``padded,max_tokens_per_gpu=4096``, or ``fixed,train.sharding=fsdp2``.
@@ -50,7 +51,7 @@ def arm_config(text: str, base: Config, folder: Path) -> Config:
     if given["plan.layout"] == "fixed":
         values["plan"].pop("max_tokens_per_gpu", None)
     else:
-        for name in ("micro_batch_rows", "pad_scope"):
+        for name in OF_LAYOUT_FIXED:
             values["plan"].pop(name, None)
     if given.get("train.sharding") == "replicated":
         values["train"].pop("sync", None)
