@@ -161,7 +161,7 @@ FAILURES: list[tuple[str, dict[str, Any], str]] = [
     ("print('x', file=sys.stderr); sys.exit(3)", {}, "found exit code 3; it wrote to stderr:\nx"),
     ("raise KeyError('here')", {}, "KeyError: 'here'"),
     ("os.kill(os.getpid(), 9)", {}, "found exit code 137"),
-    ("time.sleep(60)", {"timeout_s": 0.7}, "must end within agent.rollout_timeout_s = 0.7 seconds"),
+    ("time.sleep(60)", {"timeout_s": 0.7}, "must end within agent.rollout_timeout_s = {timeout_s:g} seconds"),
     ("ask(messages)", {"reward": "call"}, "must report a reward, found none"),
     ("reward(1.0); sys.exit(1)", {"reward": "call"}, "found exit code 1"),
     ("reward(1.0)", {}, "HTTP Error 409"),
@@ -174,9 +174,14 @@ def test_what_goes_wrong_costs_its_own_rollout(tmp_path: Path) -> None:
     for program, options, says in FAILURES:
         body = f"if task['task'] == 'say no':\n    {program}\nelse:\n    said = ask(messages)['content']\n"
         body += "    reward(1.0)\n" if options.get("reward") == "call" else "    print(said)\n"
-        wrong, right = played(HEAD + body, tmp_path, environments=[Marked(right="no"), Marked()], **options)
-        assert (wrong.status, wrong.reward) == ("failed", None), program
-        assert says in str(wrong.status_reason), (program, wrong.status_reason)
+        # to start Python at all takes longer than a short limit where the machine is busy: then a longer one
+        for factor in (1, 5, 25) if "timeout_s" in options else (1,):
+            given = options | ({"timeout_s": options["timeout_s"] * factor} if "timeout_s" in options else {})
+            wrong, right = played(HEAD + body, tmp_path, environments=[Marked(right="no"), Marked()], **given)
+            assert (wrong.status, wrong.reward) == ("failed", None), program
+            assert says.format(**given) in str(wrong.status_reason), (program, wrong.status_reason)
+            if right.status == "ok":
+                break
         assert (right.status, right.reward) == ("ok", 1.0), program
 
 
