@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from evenstep.rollout.engine import Completion, Engine, Request, RolloutKey
 from evenstep.types import BreakReason, Call, Sampling
 
 __all__ = ["checked_completion", "is_asked_to_stop", "recorded_call"]
+
+MIN_LOGPROB = math.log(5e-324)  # of the smallest number above 0
 
 
 async def recorded_call(
@@ -165,6 +168,13 @@ def checked_completion(found: Any, where: str, *, max_tokens: int | None, vocab_
             "log-probs that are finite and at most 0",
             f"{logprobs_T[at]} at output token {at}",
             "give natural logarithms of the probabilities that it sampled from",
+        )
+    if (logprobs_T < MIN_LOGPROB).any():
+        at = int(np.flatnonzero(logprobs_T < MIN_LOGPROB)[0])
+        raise refuse(
+            "log-probs of tokens that can have been sampled",
+            f"{logprobs_T[at]}, a probability of 0, at output token {at}",
+            "it stands for -inf in vLLM's answers: look for what masks the logits that log-probs are taken of",
         )
     if found.finish_reason not in ("stop", "length"):
         raise refuse("finish_reason 'stop' or 'length'", f"{found.finish_reason!r}", "do not pass on aborted requests")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,13 +94,17 @@ def evaluation_of(rollouts: Sequence[Rollout]) -> Evaluation:
         by_segments={segments: _share(members) for segments, members in sorted(by_segments.items())},
         num_failed=len(rollouts) - len(scored),
         num_truncated=sum(rollout.status == "truncated" for rollout in scored),
-        num_long_visible=sum(visible) if long and len(visible) == len(long) else None,
+        num_long_visible=sum(map(bool, visible)) if long and len(visible) == len(long) else None,
     )
 
 
 def _share(rollouts: Sequence[Rollout]) -> Share:
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    answers = Counter(rollout.info["answer"] for rollout in rollouts if "answer" in rollout.info)
+    # an answer may be any JSON, of which lists and objects cannot be counted as they are
+    answers = Counter(
+        json.dumps(answer, sort_keys=True) if isinstance(answer, list | dict) else answer
+        for answer in (rollout.info["answer"] for rollout in rollouts if "answer" in rollout.info)
+    )
     has_floor = sum(answers.values()) == len(rollouts)
     return Share(
         num_rollouts=len(rollouts),

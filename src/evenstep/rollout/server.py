@@ -154,7 +154,8 @@ class ServerEngine:
     async def _generate(self, request: Request) -> Completion:
         max_tokens = self._max_tokens(request)
         async with self._slots:
-            failures, num_timeouts, first_failure = 0, 0, 0.0
+            failures, num_timeouts = 0, 0
+            first_failure: float | None = None
             tried: set[str] = set()  # without an answer
             while True:
                 server = await self._pool.chosen(request.group_id, tried)
@@ -168,8 +169,9 @@ class ServerEngine:
                 self._pool.forget_server_of(request.group_id)
                 failures += 1
                 num_timeouts += is_timeout
-                first_failure = first_failure or time.monotonic()
-                seconds = time.monotonic() - first_failure
+                now = time.monotonic() - self._pool.held_s
+                first_failure = now if first_failure is None else first_failure
+                seconds = now - first_failure
                 if num_timeouts >= MAX_TIMEOUTS or seconds > self._options.reconnect_limit_s:
                     raise EngineError(
                         f"a call must be answered within engine.request_timeout_s = "

@@ -63,6 +63,7 @@ class ServerPool:
         self.version, self._folder = 0, Path()
         self._groups: dict[str, Server] = {}
         self._is_held, self._num_in_flight = True, 0
+        self._held_since, self._held_s = time.monotonic(), 0.0
         self._is_adopted = False  # the servers' weights are their own and stay
         self._connections = connection_pool(options.urls, max_idle=options.max_concurrent + 8)
         key = options.api_key
@@ -191,9 +192,15 @@ class ServerPool:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
+    @property
+    def held_s(self) -> float:
+        """Seconds so far in which calls were kept waiting for weights, which is no server's failure."""
+        return self._held_s + (time.monotonic() - self._held_since if self._is_held else 0.0)
+
     async def hold(self) -> None:
         """Let calls in flight end, and keep others waiting until ``release``."""
-        self._is_held = True
+        if not self._is_held:
+            self._is_held, self._held_since = True, time.monotonic()
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_in_flight == 0)
         # nobody may come back with the old weights from here on
@@ -283,7 +290,7 @@ class ServerPool:
                 server.problem = None
             elif server.problem is None:
                 server.problem = f"the server at {url} has no weights of version {version}"
-        self._is_held = False
+        self._held_s, self._is_held = self.held_s, False
         await self._tell()
 
     async def adopt(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,8 @@ Record = dict[str, Any]
 class RunFolder:
     """The paths and line files of a run; only rank 0 writes.
 
-    ``metrics.jsonl`` has a line per window and evaluation, ``collections.jsonl`` one per closed collection.
+    ``metrics.jsonl`` has a line per window and evaluation, ``collections.jsonl`` one per closed collection. What is no
+    finite number is null there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,7 +144,7 @@ def _locked(file: IO[str]) -> bool:
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(_line(record))
         file.flush()
         os.fsync(file.fileno())
 
@@ -150,8 +152,16 @@ def _append(path: Path, record: Mapping[str, Any]) -> None:
 def _keep(path: Path, is_kept: Callable[[Record], bool]) -> list[Record]:
     """Drop the lines of what is going to be done again; written aside, then renamed."""
     kept = [record for record in read_records(path)[0] if is_kept(record)] if path.exists() else []
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    write_text(path, "".join(map(_line, kept)))
     return kept
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """A record as it is written: JSON has no infinities, which an exponential of log-probs may have become."""
+    written = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(written, allow_nan=False) + "\n"
 
 
 def read_records(path: Path) -> tuple[list[Record], bool]:

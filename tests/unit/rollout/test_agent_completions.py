@@ -90,6 +90,7 @@ NAN, INF = float("nan"), float("inf")
         ({"logprobs": ("-0.1",) * 3}, "a log-prob for each token"),
         ({"logprobs": (-0.1, NAN, -0.1)}, "finite and at most 0, found nan at output token 1"),
         ({"logprobs": (-0.1, -0.1, -INF)}, "finite and at most 0, found -inf at output token 2"),
+        ({"logprobs": (-0.1, -9999.0, -0.1)}, "found -9999.0, a probability of 0, at output token 1"),
         ({"logprobs": (0.9, -0.1, -0.1)}, "finite and at most 0, found 0.9 at output token 0; give natural logarithms"),
         ({"output_ids": (104, -1, END)}, "ids that are at least 0, found id -1"),
         ({"output_ids": (104, 200, END)}, "vocabulary, below 128, found id 200; it serves another model"),

@@ -55,6 +55,14 @@ def test_long_rollouts_that_could_read_the_answer_off_are_counted():
     assert evaluation_of(MIXED).to_json()["eval_num_long_visible"] is None  # the environment does not say
 
 
+def test_an_answer_may_be_any_json():
+    answers = [{"x": 1, "y": [2]}, {"y": [2], "x": 1}, ["a"], 7]
+    found = evaluation_of([rollout(index, 1.0, 1, answer) for index, answer in enumerate(answers)])
+    assert found.all.floor == 0.5
+    unsure = [replace(one, info=one.info | {"num_segments": 3, "was_answer_visible": None}) for one in MIXED[:2]]
+    assert evaluation_of(unsure).num_long_visible == 0
+
+
 def test_no_answers_no_floor():
     evaluation = evaluation_of([rollout(0, 1.0, 1, None), rollout(1, 0.0, 1, "2")])
     assert evaluation.all.floor is None

@@ -292,6 +292,23 @@ def test_no_server_comes_back(tmp_path: Path) -> None:
         assert time.monotonic() - started < 8
 
 
+def test_a_call_that_waits_for_weights_is_given_its_time(tmp_path: Path) -> None:
+    with ScriptedServer() as server, engine_of(tmp_path, server.url, reconnect_limit_s=0.8) as engine:
+        first = call(engine, seed=2)
+        server.faults["reset"] = 1
+        results: list[Completion] = []
+        thread = threading.Thread(target=lambda: results.append(call(engine, seed=2)))
+        thread.start()
+        while "reset" in server.faults:
+            time.sleep(0.005)
+        engine.hold()  # between its first try and the second
+        time.sleep(1.2)
+        server.faults["reset"] = 1
+        engine.release(0, engine.stamps())
+        thread.join()
+        assert results == [first]
+
+
 def test_a_call_that_hangs(tmp_path: Path) -> None:
     with ScriptedServer() as server, engine_of(tmp_path, server.url, request_timeout_s=0.3) as engine:
         first = call(engine, seed=2)

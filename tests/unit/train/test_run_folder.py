@@ -3,7 +3,8 @@
 1. groups left over for a collection are replaced whole, and gone when a repeated collection leaves none
 2. going back drops the lines of windows and collections that are done again, and keeps the evaluation made before them
 3. a last line that a crash cut short is left out; a broken one before it is an error with its number
-4. only one process trains in a folder; one that was killed leaves it free
+4. an infinite metric is null, so that every line is JSON
+5. only one process trains in a folder; one that was killed leaves it free
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from evenstep.errors import ConfigError, FileFormatError
@@ -56,6 +58,23 @@ def test_going_back(tmp_path: Path) -> None:
     assert lines(tmp_path / "collections.jsonl") == [{"collection": 0}, {"collection": 0}]
     _, evaluations = opened(tmp_path)  # from the start: the first evaluation is made again, too
     assert evaluations == lines(tmp_path / "metrics.jsonl") == []
+
+
+def test_lines_are_json_whatever_the_metrics(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    files, _ = opened(tmp_path)
+    infinite = {"kl": float("inf"), "loss": np.float64("nan"), "engine_trainer_kl": -float("inf"), "reward_mean": 0.5}
+    files.append_metrics({"window": 0, "kl": None} | infinite)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"window": 1, "kl": Infinity}\n')  # of an earlier version
+    opened(tmp_path, window=2)
+    found = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert found == [
+        {"window": 0, "kl": None, "loss": None, "engine_trainer_kl": None, "reward_mean": 0.5},
+        {"window": 1, "kl": None},
+    ]
 
 
 def test_a_broken_line(tmp_path: Path) -> None:
