@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -133,8 +134,8 @@ def checked_completion(found: Any, where: str, *, max_tokens: int | None, vocab_
 
     if not isinstance(found, Completion):
         raise refuse("a Completion", type(found).__name__, "return one from the engine's generate()")
-    ids_T = np.asarray(found.output_ids)
-    if ids_T.ndim != 1 or (ids_T.size and ids_T.dtype.kind not in "iu"):
+    ids_T = _array(found.output_ids)
+    if ids_T is None or ids_T.ndim != 1 or (ids_T.size and ids_T.dtype.kind not in "iu"):
         raise refuse("a list of token ids", f"{found.output_ids!r:.60}", "ask the server for ids, never for text")
     if max_tokens is not None and ids_T.size > max_tokens:
         raise refuse(f"at most the {max_tokens} tokens it was asked for", f"{ids_T.size}", "pass max_tokens on to it")
@@ -147,13 +148,13 @@ def checked_completion(found: Any, where: str, *, max_tokens: int | None, vocab_
             "it serves another model: start it with the files of model.path",
         )
     given: Any = found.logprobs
-    has_none = given is None or (ids_T.size > 0 and len(given) == 0)
-    logprobs_T = np.asarray([] if has_none else given)
-    if has_none or logprobs_T.dtype.kind not in "iuf":
+    logprobs_T = _array([] if given is None else given)
+    has_none = given is None or (logprobs_T is not None and ids_T.size > 0 and logprobs_T.size == 0)
+    if logprobs_T is None or has_none or logprobs_T.dtype.kind not in "iuf":
         raise refuse(
             "a log-prob for each token",
             "none" if has_none else f"{given!r:.60}",
-            "switch on the log-probs of sampled tokens in its server",
+            "switch on the log-probs of sampled tokens in its server, and give them as a list of numbers",
         )
     if logprobs_T.shape != ids_T.shape:
         raise refuse(
@@ -178,4 +179,24 @@ def checked_completion(found: Any, where: str, *, max_tokens: int | None, vocab_
         )
     if found.finish_reason not in ("stop", "length"):
         raise refuse("finish_reason 'stop' or 'length'", f"{found.finish_reason!r}", "do not pass on aborted requests")
-    return replace(found, output_ids=tuple(ids_T.tolist()), logprobs=tuple(logprobs_T.astype(np.float64).tolist()))
+    version: Any = found.weight_version
+    if not isinstance(version, Integral) or isinstance(version, bool) or version < 0:
+        raise refuse(
+            "the optimizer steps behind its weights as weight_version, an integer ≥ 0",
+            f"{version!r:.60}",
+            "count them where the engine is given weights",
+        )
+    return replace(
+        found,
+        output_ids=tuple(ids_T.tolist()),
+        logprobs=tuple(logprobs_T.astype(np.float64).tolist()),
+        weight_version=int(version),
+    )
+
+
+def _array(values: Any) -> np.ndarray | None:
+    """The values; None where they are no array, such as lists of unequal lengths or tensors with a gradient."""
+    try:
+        return np.asarray(values)
+    except Exception:  # noqa: BLE001 -- whatever a type makes of this, it is the engine's answer that is wrong
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from numbers import Integral
 
 from evenstep.rollout.compaction import Context
 from evenstep.rollout.recorder import Recorder, TruncatedError
@@ -35,10 +36,15 @@ class Conversation:
         Raises:
             Exception: the rollout's limit on calls, segments or context is reached, or the engine failed. Let it pass:
                 the rollout is then ``truncated``, or the run ends.
+            TypeError: ``max_tokens`` is no integer.
             ValueError: ``max_tokens`` below 1.
         """
         options = self._recorder.options
-        max_tokens = options.max_tokens_per_call if max_tokens is None else max_tokens
+        if max_tokens is None:
+            max_tokens = options.max_tokens_per_call
+        if not isinstance(max_tokens, Integral) or isinstance(max_tokens, bool):
+            raise TypeError(f"max_tokens must be an integer, found {max_tokens!r:.60}")
+        max_tokens = int(max_tokens)
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, found {max_tokens}")
         context, before = self._states[-1]

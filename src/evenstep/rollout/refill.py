@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -108,7 +109,14 @@ class CollectionBuilder:
         Raises:
             CollectionError: a rollout nobody asked for, or twice; or the budget is spent and ``on_shortfall`` is raise.
         """
+        rollouts = list(rollouts)
         waiting = {rollout.rollout_id: rollout for rollout in rollouts}
+        if len(waiting) < len(rollouts):
+            twice = next(name for name, count in Counter(r.rollout_id for r in rollouts).items() if count > 1)
+            raise CollectionError(
+                f"collection {self._collection} takes each rollout that it asked for once; found {twice} more than "
+                f"once; keep one rollout per slot"
+            )
         while waiting and (asked := [name for slot in self.missing() if (name := rollout_id_of(slot)) in waiting]):
             for name in asked:
                 rollout = waiting.pop(name)

@@ -66,6 +66,8 @@ def test_numpy_numbers_become_plain_ones() -> None:
     (call,) = played(OneTurn(), answer).calls
     assert (call.output_ids, call.logprobs) == ((104, 105, END), (-0.5, 0.0, -0.25))
     assert json.dumps([call.output_ids, call.logprobs])
+    (call,) = played(OneTurn(), replace(says("hi"), weight_version=np.int64(3))).calls
+    assert (call.weight_version, type(call.weight_version)) == (3, int)
     rounded_up = replace(says("h"), logprobs=(1e-7, -0.5))  # float32 may leave a trace above 0
     assert played(OneTurn(), rounded_up).calls[0].logprobs == (1e-7, -0.5)
     empty = replace(says("h"), output_ids=(), logprobs=())
@@ -73,6 +75,13 @@ def test_numpy_numbers_become_plain_ones() -> None:
 
 
 NAN, INF = float("nan"), float("inf")
+
+
+class NoArray:
+    """As a tensor with a gradient, or on another device."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +108,15 @@ NAN, INF = float("nan"), float("inf")
         ({"output_ids": "hi!"}, "a list of token ids, found 'hi!'"),
         ({"output_ids": (True, True, True)}, "a list of token ids"),
         ({"output_ids": (104,) * 9, "logprobs": (-0.1,) * 9}, "at most the 8 tokens it was asked for, found 9"),
+        ({"output_ids": [[104], [105, END]]}, "a list of token ids, found "),
+        ({"logprobs": [[-0.1], [-0.1, -0.1]]}, "a log-prob for each token, found "),
+        ({"logprobs": NoArray()}, "a log-prob for each token, found <.*NoArray.*give them as a list of numbers"),
+        ({"logprobs": -0.1}, "one log-prob for each token, found 1 for 3 tokens"),
+        ({"logprobs": (value for value in (-0.1,) * 3)}, "a log-prob for each token, found <generator"),
+        ({"weight_version": None}, "as weight_version, an integer ≥ 0, found None"),
+        ({"weight_version": -1}, "as weight_version, an integer ≥ 0, found -1"),
+        ({"weight_version": True}, "as weight_version, an integer ≥ 0, found True"),
+        ({"weight_version": 3.0}, "as weight_version, an integer ≥ 0, found 3.0"),
         ({"finish_reason": "abort"}, "finish_reason 'stop' or 'length', found 'abort'; do not pass on"),
     ],
 )

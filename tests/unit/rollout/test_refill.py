@@ -167,6 +167,16 @@ def test_rollouts_nobody_asked_for() -> None:
         built.add([Rollout(rollout_id="c4/p9/g0", group_id="c4/p9", prompt_id="p", reward=1.0)])
 
 
+def test_a_rollout_that_comes_twice_at_once() -> None:
+    built = builder()
+    found = answer(built.missing(), {})
+    with pytest.raises(CollectionError, match="each rollout that it asked for once; found c4/p0/g1 more than once"):
+        built.add(one for one in (*found, found[1]))
+    assert (built.rollouts, len(built.missing())) == ([], 6)  # nothing of it was taken
+    built.add(found)
+    assert len(kept(built)) == 3
+
+
 def test_all_are_kept_for_the_store(tmp_path: Path) -> None:
     built = builder(drop_zero_spread=True, truncated="mask")
     built.add([rollout(slot, 0.7, "truncated" if slot.generation else "ok") for slot in built.missing()])
