@@ -332,6 +332,26 @@ def test_cut_at_every_byte(tmp_path: Path, suffix: str) -> None:
         assert [rollout.rollout_id for rollout in read_rollouts(path)] == [*names, "next"]
 
 
+@pytest.mark.parametrize("num_zeros", [1, 4096, 200_000])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_zeros_where_a_crash_lost_what_was_appended(tmp_path: Path, suffix: str, num_zeros: int) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    append_rollouts(path, [make_rollout("first")])
+    with path.open("ab") as file:
+        file.write(bytes(num_zeros))
+    assert [rollout.rollout_id for rollout in read_rollouts(path, allow_truncated_tail=True)] == ["first"]
+    with pytest.raises(FileFormatError, match="repair_truncated_tail=True"):
+        RolloutWriter(path)
+    with RolloutWriter(path, repair_truncated_tail=True) as writer:
+        assert writer.was_repaired
+        writer.append([make_rollout("second")])
+    assert [rollout.rollout_id for rollout in read_rollouts(path)] == ["first", "second"]
+    with path.open("ab") as file:
+        file.write(bytes(10) + b"x")  # that is no crash
+    with pytest.raises(FileFormatError):
+        RolloutWriter(path) if suffix else list(read_rollouts(path))
+
+
 def nested(depth: int) -> Any:
     value: Any = []
     for _ in range(depth - 1):

@@ -40,16 +40,18 @@ def plain_tail(path: Path) -> tuple[int, bytes]:
 def gz_tail(path: Path) -> tuple[int, bytes]:
     """As `plain_tail` for gzip data: whole members are kept, the complete lines of a cut one are to be appended."""
     num_bytes, last_byte, text = 0, b"\n", b""
-    decompressor = zlib.decompressobj(wbits=31)
+    decompressor, is_between = zlib.decompressobj(wbits=31), False
     try:
         with path.open("rb") as stream:
             while data := stream.read(1 << 16):
-                while data:
+                # zeros are what a disk may have of the next member after a crash
+                while data and not (is_between and not data.strip(b"\0")):
+                    is_between = False
                     text += decompressor.decompress(data)
                     data = decompressor.unused_data
                     if decompressor.eof:
                         num_bytes, last_byte, text = stream.tell() - len(data), text[-1:] or last_byte, b""
-                        decompressor = zlib.decompressobj(wbits=31)
+                        decompressor, is_between = zlib.decompressobj(wbits=31), True
     except zlib.error as error:
         raise FileFormatError(
             f"{path}: a name ending in .gz promises intact gzip data, found {error} after byte {num_bytes}; "

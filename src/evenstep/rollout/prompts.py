@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from evenstep.errors import ConfigError, FileFormatError
 from evenstep.plugins import own_function
 from evenstep.rollout.environment import Episode, Score, Split, Start
-from evenstep.validation import shown
+from evenstep.validation import find_unwritable, shown
 
 __all__ = ["PromptRecord", "Prompts", "PromptsOptions"]
 
@@ -68,7 +68,7 @@ class PromptRecord:
 
 def _read(path: str) -> tuple[PromptRecord, ...]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); give a JSONL file, relative to where the command is started"
@@ -94,6 +94,9 @@ def _record(line: str, where: str) -> PromptRecord:
 
 def _prompt_text(prompt: Any, where: str) -> str:
     """The one user message that a prompt is; a system message in front of it becomes its first paragraph."""
+    unwritable = find_unwritable(prompt)
+    if unwritable is not None:  # no tokenizer takes it
+        raise FileFormatError(f"{where}: {unwritable[1]}; write whole characters")
     if isinstance(prompt, str) and prompt.strip():
         return prompt
     messages: list[Any] = prompt if isinstance(prompt, list) else []

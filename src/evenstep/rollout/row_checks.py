@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, cast
 
 import numpy as np
@@ -150,7 +150,8 @@ def _check_row(row: Mapping[str, Any]) -> None:
     if row["loss_mask"][0] == 1:
         raise RowError(f"{name}: loss_mask[0] must be 0, found 1; no token comes before the first one")
     reward = row["reward"]
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    # NumPy's numbers are Real, its booleans are not
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
         raise RowError(
             f"{name}: reward must be a finite number, found {reward!r}; correct the scorer, or fail the rollout"
         )

@@ -127,6 +127,11 @@ def test_chat_messages(folder: Path) -> None:
     assert "answer" not in played(tasks.environment(0), "x").info
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(folder: Path) -> None:
+    (folder / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "Hi"}\r\n{"prompt": "Ho"}\r\n')
+    assert asked(source(path="marked.jsonl"), 2) == ["<Hi\x01<", "<Ho\x01<"]
+
+
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -141,6 +146,8 @@ USER = {"role": "user", "content": "Hi"}
         ('{"prompt": 3}', "field `prompt`: must be a text .* found 3"),
         ('{"prompt": " "}', "field `prompt`: must be a text that is not empty"),
         ('{"prompt": null}', "field `prompt`: must be a text"),
+        (r'{"prompt": "half \ud83d"}', "field `prompt`: must be UTF-8 text, found "),
+        (r'{"prompt": [{"role": "user", "content": "\udc00"}]}', "field `prompt`: must be UTF-8 text, found "),
         ('{"prompt": []}', "field `prompt`: must be a text"),
         ('{"prompt": ["a"]}', "field `prompt`: must be a text"),
         (json.dumps({"prompt": [USER, USER]}), "one of role user and before it at most one of role system"),

@@ -203,6 +203,8 @@ def test_the_rows_that_are_changed_pass() -> None:
     assert check_rows(rows()) == CheckedRows(
         num_rows=3, num_fillers=1, num_rollouts=2, num_groups=1, num_trained_tokens=6
     )
+    as_numpy = [row | {"reward": np.float32(row["reward"]), "token_ids": np.array(row["token_ids"])} for row in rows()]
+    assert check_rows(as_numpy) == check_rows(rows())
     assert [name.split()[0] for name in CASES] == [*(str(i) for i in range(1, 20)), "besides"]
 
 
