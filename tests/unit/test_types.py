@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from evenstep import Row
+from evenstep.errors import RowError
 from evenstep.types import PER_TOKEN_FIELDS
 
 
@@ -34,3 +36,15 @@ def test_the_callers_array_stays_writable(name: str) -> None:
     given = np.array([0.0, 0.0, 0.5, 0.25])
     Row(row_id="a", rollout_id="r", group_id="g", token_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 1], **{name: given})
     given[2] = 1.0
+
+
+def test_a_tensor_with_a_gradient_is_refused_by_name() -> None:
+    with pytest.raises(RowError, match=r"row 'r': old_logprobs must hold one number per token .*detach"):
+        Row(
+            row_id="r",
+            rollout_id="o",
+            group_id="g",
+            token_ids=[5, 6],
+            loss_mask=[0, 1],
+            old_logprobs=torch.zeros(2, requires_grad=True),  # type: ignore[arg-type]
+        )
