@@ -200,8 +200,8 @@ TOKENS: list[Mutation] = [
     _LOGPROBS(
         name="entropy of raw logits",
         why="The entropy takes Σ p·z with normalised z, and adds the normaliser again.",
-        old="probs_NV * logits_NV, 0.0)",
-        new="probs_NV * (logits_NV - lse_N[:, None]), 0.0)",
+        old="torch.where(probs_NV > 0, logits_NV, 0.0)",
+        new="torch.where(probs_NV > 0, logits_NV - lse_N[:, None], 0.0)",
         killed_by=TEST_LOGPROBS + "test_chunks_equal_the_models_own_logits[1.0-tied]",
     ),
     _LOGPROBS(
@@ -375,8 +375,8 @@ STEP: list[Mutation] = [
     _POLICY(
         name="step without signal",
         why="[P15] Adam steps on a window whose advantages are all 0.",
-        old="return None if window.has_signal or has_other_terms else",
-        new="return None if True else",
+        old="if window.has_signal or has_other_terms or",
+        new="if True or",
         killed_by=TEST_CASES + "test_p15_adamw_does_not_drift[False]",
     ),
     _STEP(
@@ -469,8 +469,8 @@ STEP: list[Mutation] = [
     _POLICY(
         name="engine divergence the other way round",
         why="The engine's divergence is estimated with its arguments swapped.",
-        old='kl_estimate(cell.engine_logprobs_N.double(), old_N.double(), "k3")',
-        new='kl_estimate(old_N.double(), cell.engine_logprobs_N.double(), "k3")',
+        old='kl_estimate(cell.engine_logprobs_N.double(), trainer_N, "k3")',
+        new='kl_estimate(trainer_N, cell.engine_logprobs_N.double(), "k3")',
         killed_by=TEST_FORMULAS + "test_terms_by_hand[None-terms0-1.0]",
     ),
     _COLLATE(

@@ -702,6 +702,10 @@ def test_a_run_uses_the_engines_logprobs() -> None:
     first, second = lines()["engine"]
     assert first["ratio_max_deviation"] < 1e-4
     assert second["ratio_max_deviation"] > 1e-3  # with detached ones it would be exactly 0
+    # nothing says what the trainer's log-probs were, so the engine's are compared with its present ones
+    assert 0.0 < first["engine_logprob_difference_max"] < 1e-4
+    assert second["engine_logprob_difference_max"] > 1e-3
+    assert second["engine_trainer_kl"] > first["engine_trainer_kl"]
 
 
 # ------------------------------------------------------------------------------------------------ disagreement

@@ -5,7 +5,8 @@
 2. after an update a probe finds a stale head, a stale cache, stale weights, and log-probs of another temperature, and
    each message names the fault; so it does for a sharded policy and for one with adapters
 3. sharded policies, adapters, SGLang's protocol, and generation ahead of training
-4. importance weights are those of the servers' own log-probs
+4. importance weights are those of the servers' own log-probs; with those as old log-probs a server that computes a
+   little otherwise ends no run, and how far it is from the trainer is logged
 5. an error of the servers ends all ranks with one message, and what was finished is on disk
 6. the example for vLLM runs against a scripted server
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +198,21 @@ def test_importance_weights_are_of_the_servers_logprobs(model: Path, tmp_path: P
     assert found["shifted"]["engine_logprob_difference_mean"] == pytest.approx(0.05, abs=1e-4)
     assert found["shifted"]["grad_norm"] / found["right"]["grad_norm"] == pytest.approx(1.051271, abs=1e-4)
     assert found["right"]["engine_logprob_difference_max"] < 1e-4
+
+
+def test_old_logprobs_of_a_server_that_rounds(model: Path, tmp_path: Path) -> None:
+    with served(model, faults={"shifted": -1}) as server:
+        config = config_of(
+            tmp_path,
+            engine={"urls": [server.url], "probe_tolerance": 0.1},
+            run={"num_collections": 1},
+            train={"old_logprobs": "engine"},
+        )
+        assert run(config, ranks=1) == [None]
+    (found,) = windows(tmp_path)
+    assert found["ratio_max_deviation"] == pytest.approx(math.expm1(0.05), abs=1e-3)
+    assert found["engine_logprob_difference_mean"] == pytest.approx(0.05, abs=1e-4)
+    assert found["engine_trainer_kl"] == pytest.approx(math.exp(0.05) - 1 - 0.05, rel=1e-2)
 
 
 # --------------------------------------------------------------------------------------------------- errors, examples

@@ -73,7 +73,7 @@ class ValueObjective:
             required["old_values"] = f"value_clip = {self._options.value_clip}"
         return required
 
-    def skip_reason(self, window: PreparedWindow) -> str | None:
+    def skip_reason(self, window: PreparedWindow, grad_norm: float) -> str | None:
         return None
 
     def forward(self, model: PreTrainedModel, cell: Cell) -> TokenValues:

@@ -160,6 +160,6 @@ def score_logits(
         return logprobs_N, torch.zeros_like(logprobs_N)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         probs_NV = torch.exp(logits_NV - lse_N[:, None])
-        # a logit of -inf has probability 0 and adds nothing
-        entropies_N = lse_N - torch.where(probs_NV > 0, probs_NV * logits_NV, 0.0).sum(-1)
+        # a logit of -inf has probability 0 and adds nothing, also not the 0 * inf of a gradient through its product
+        entropies_N = lse_N - (probs_NV * torch.where(probs_NV > 0, logits_NV, 0.0)).sum(-1)
     return logprobs_N, entropies_N

@@ -36,6 +36,7 @@ class WindowState:
     engine_log_ratios: Mapping[Hashable, float] | None = None  # sequence mask: mean of old - engine
     # expert balance: [L, E] factor of each probability, from the window's tokens at the current weights
     balance_weights_LE: Tensor | None = None
+    has_engine_as_old: bool = False  # old log-probs are the engine's
 
 
 class PolicyObjective:
@@ -69,11 +70,15 @@ class PolicyObjective:
             required["engine_logprobs"] = f"importance_cap = {options.importance_cap}"
         return required
 
-    def skip_reason(self, window: PreparedWindow) -> str | None:
+    def skip_reason(self, window: PreparedWindow, grad_norm: float) -> str | None:
         """Why a window with trained tokens has no gradient; None where it has one."""
-        options = self._options
+        options, loss = self._options, self._options.loss_function
         has_other_terms = any((options.kl_coef, options.entropy_coef, options.moe_balance_coef))
-        return None if window.has_signal or has_other_terms else "all advantages are exactly 0"
+        # a loss function of one's own, as of distillation, may have a gradient without advantages
+        is_own = getattr(loss, "func", loss) not in LOSSES.values()
+        if window.has_signal or has_other_terms or (is_own and grad_norm != 0.0):
+            return None
+        return "all advantages are exactly 0"
 
     def forward(self, model: PreTrainedModel, cell: Cell) -> TokenLogprobs:
         return cell_logprobs(
@@ -127,6 +132,7 @@ class PolicyObjective:
             log_ratios=_rollout_means(window, moved) if is_rollout_gspo else None,
             engine_log_ratios=_rollout_means(window, apart) if is_masked else None,
             balance_weights_LE=_window_balance(token_counts, num_tokens) if self._routers else None,
+            has_engine_as_old=window.has_engine_as_old,
         )
 
     def terms(self, cell: Cell, out: TokenLogprobs, state: WindowState) -> Terms:
@@ -169,9 +175,11 @@ class PolicyObjective:
         maxima: dict[str, Tensor] = {}
         if cell.engine_logprobs_N is not None:
             # tokens were drawn from the engine's distribution, so that one is the first argument; the other is the
-            # trainer's at the same weights, where it was scored, and not what updates have made of it since
-            means["engine_trainer_kl"] = kl_estimate(cell.engine_logprobs_N.double(), old_N.double(), "k3")
-            difference_N = (cell.engine_logprobs_N.double() - old_N.double()).abs()
+            # trainer's at the same weights, where it was scored, and not what updates have made of it since. Where old
+            # log-probs are the engine's, only the present ones are the trainer's.
+            trainer_N = logprobs_N if state.has_engine_as_old else old_N.double()
+            means["engine_trainer_kl"] = kl_estimate(cell.engine_logprobs_N.double(), trainer_N, "k3")
+            difference_N = (cell.engine_logprobs_N.double() - trainer_N).abs()
             means["engine_logprob_difference_mean"] = difference_N
             maxima["engine_logprob_difference_max"] = difference_N
         maxima["ratio_max_deviation"] = torch.expm1(logprobs_N - old_N.double()).abs()

@@ -166,7 +166,9 @@ class _Run:
         deviation, divergence = metrics.get("ratio_max_deviation"), metrics.get("engine_trainer_kl")
         tolerance = RATIO_TOLERANCE[self.config.train.compute_dtype]
         is_fresh = self.config.rollout.max_staleness == 0
-        is_one = self.config.old_logprobs == "scored" or is_fresh
+        # a server computes otherwise than the trainer: how far from it is what the divergence says
+        is_of_server = self.config.old_logprobs == "engine" and self.config.engine.is_server
+        is_one = self.config.old_logprobs == "scored" or (is_fresh and not is_of_server)
         if is_one and deviation is not None and deviation > tolerance:
             raise NumericsError(
                 f"window {self.counters.window}: before the first update every ratio must be 1, found a deviation of "

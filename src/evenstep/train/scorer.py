@@ -163,6 +163,7 @@ class Scorer:
 
         ``max_tokens_per_gpu`` replaces the budget of the options, for a pass without gradients that has more room.
         """
+        rows = list(rows)  # which are looked at more than once
         if self.options.routing_replay != "off" and not self.routers and not is_critic(self.model):
             refuse_experts(rows, self.model)
         return prepare_window(

@@ -25,6 +25,7 @@ from evenstep.train.scorer import Scorer
 from evenstep.train.totals import Totals
 from evenstep.train.trainable import (
     refuse_other_parameters,
+    refuse_thawed_parameters,
     refuse_tower_alone,
     refuse_training_mode,
     require_master_dtype,
@@ -110,7 +111,8 @@ class Trainer(Scorer):
                 among the rows.
 
         Raises:
-            StateError: called again before ``optim_step``.
+            StateError: called again before ``optim_step``, or parameters were frozen or thawed since the Trainer was
+                built.
             DistributedError: ranks brought different rows or settings; raised on all of them.
             NumericsError: an output or loss at a trained token is not finite; raised on all ranks.
             RowError, CreditError, PlanError: the window is malformed.
@@ -120,6 +122,7 @@ class Trainer(Scorer):
                 "forward_backward was called again before optim_step: the gradients of the first window would be "
                 "mixed with the second's; call optim_step() in between"
             )
+        refuse_thawed_parameters(self.model, self.trained)
         objective = self.objective
         window = self._agreed(rows, voters, objective.required_fields())
         self._zero_gradients()
@@ -168,7 +171,7 @@ class Trainer(Scorer):
         if window.num_trained_tokens == 0:
             skip_reason = "no trained tokens in the window"
         else:
-            skip_reason = self.objective.skip_reason(window)
+            skip_reason = self.objective.skip_reason(window, grad_norm)
         if skip_reason is None and not torch.isfinite(norm):
             self._zero_gradients()
             raise NumericsError(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, StateError
 from evenstep.media import VisionSpec
 
-__all__ = ["refuse_other_parameters", "refuse_tower_alone", "refuse_training_mode", "require_master_dtype"]
+__all__ = [
+    "refuse_other_parameters",
+    "refuse_thawed_parameters",
+    "refuse_tower_alone",
+    "refuse_training_mode",
+    "require_master_dtype",
+]
 
 
 def refuse_other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -24,6 +30,17 @@ def refuse_other_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) 
             f"the optimizer must hold the model's trainable parameters, found {len(missing)} of {len(trained)} that "
             f"are not among its {len(held)} ({', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}); build it "
             f"after the model is sharded, from model.parameters(), or set requires_grad to False for what shall stay"
+        )
+
+
+def refuse_thawed_parameters(model: nn.Module, trained: Collection[str]) -> None:
+    """What trains is known from the start: a gradient that came later would not be summed over ranks, nor clipped."""
+    now = {name for name, p in model.named_parameters() if p.requires_grad}
+    if changed := sorted(now.symmetric_difference(trained)):
+        raise StateError(
+            f"a Trainer trains what required a gradient when it was built, found {len(changed)} parameters frozen or "
+            f"thawed since ({', '.join(changed[:3])}{' …' if len(changed) > 3 else ''}); build a new Trainer with this "
+            f"model and optimizer"
         )
 
 

@@ -42,6 +42,7 @@ class PreparedWindow:
     segments_per_rollout_max: int
     has_signal: bool  # whether any trained token's advantage is not 0
     fields: tuple[str, ...]  # per-token fields that every row carries
+    has_engine_as_old: bool  # whether the old log-probs are the engine's, so that no pass says what the trainer's were
     vision: VisionSpec | None  # of the model, where any row of any rank has images
     router_shape: RouterShape | None  # of the model whose routing is replayed; None: it is not, or no row carries any
     has_left_experts: bool  # whether experts that rows carry were left aside
@@ -160,6 +161,7 @@ def prepare_window(
         segments_per_rollout_max=max(segments),
         has_signal=any(bool(row.advantages_T.any()) for row in rows),
         fields=fields,
+        has_engine_as_old=_has_engine_as_old(rows, fields),
         vision=vision if has_images else None,
         router_shape=router_shape if has_experts else None,
         has_left_experts=has_experts and router_shape is None,
@@ -258,6 +260,14 @@ def _all_or_none(rows: Sequence[Row], name: str) -> bool:
             f"{without.row_id!r} has not ({len(with_it)} of {len(rows)} have); score the rest, or drop the field"
         )
     return bool(with_it)
+
+
+def _has_engine_as_old(rows: Sequence[Row], fields: Sequence[str]) -> bool:
+    def is_same(row: Row) -> bool:
+        old, engine = row.old_logprobs, row.engine_logprobs
+        return old is not None and engine is not None and np.array_equal(old[row.loss_mask], engine[row.loss_mask])
+
+    return {"old_logprobs", "engine_logprobs"} <= set(fields) and all(map(is_same, rows))
 
 
 def _digest(plan: StepPlan, weights_R: Float64Array, rows: Sequence[Row], fields: Sequence[str]) -> str:

@@ -5,12 +5,14 @@
 2. log-probs, entropies and gradients do not depend on the chunk size, given or a CPU's own, and equal those of the
    model's own logits, with temperature, soft cap and logit scale
 3. a cell without trained tokens gives every parameter a zero gradient
-4. activation checkpointing changes no gradient and refuses dropout
-5. bfloat16 is compute only: parameters and gradients stay float32; half-precision parameters are refused
+4. an id whose logit is -inf, as of a vocabulary that was filled up, changes no log-prob, entropy or gradient
+5. activation checkpointing changes no gradient and refuses dropout
+6. bfloat16 is compute only: parameters and gradients stay float32; half-precision parameters are refused
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -127,6 +129,17 @@ def test_chunks_equal_the_models_own_logits(kind: str, temperature: float) -> No
         assert torch.allclose(out.entropies_N, entropy, rtol=1e-12, atol=1e-12)
         (out.logprobs_N.sum() + 0.3 * out.entropies_N.sum() + out.anchor).backward()
         assert float((gradient(model) - reference).norm() / reference.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("filled", [-math.inf, torch.finfo(torch.float64).min])
+def test_ids_that_cannot_be_drawn_have_no_part(filled: float) -> None:
+    logits = torch.tensor([[1.0, 0.5, -2.0]], dtype=torch.float64, requires_grad=True)
+    found = []
+    for given in (logits, torch.cat([logits, torch.full((1, 2), filled, dtype=torch.float64)], dim=1)):
+        logprobs, entropies = score_logits(given, torch.tensor([1]), 0.5, entropy_gradient=True)
+        (change,) = torch.autograd.grad(logprobs.sum() - 0.3 * entropies.sum(), logits)
+        found.append((logprobs.item(), entropies.item(), change.tolist()))
+    assert found[1] == found[0]
 
 
 @pytest.mark.parametrize("kind", MODELS)

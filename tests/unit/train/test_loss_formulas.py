@@ -14,7 +14,8 @@
 8. Rows without the log-probs that a term needs, or with them on some rows only, are refused by name; so are settings
    out of range.
 9. NaN, infinities and huge numbers in masked slots change no bit of any loss with any term.
-10. A KL or entropy term gives a window without advantages a step; an importance weight does not.
+10. A KL or entropy term gives a window without advantages a step, and so does a loss of one's own that has a gradient
+    without them, as of distillation; an importance weight does not.
 11. Where a clip acts the gradient is 0 even when the ratio is beyond the largest float.
 """
 
@@ -284,6 +285,15 @@ def test_terms_by_hand(temperature: float, terms: dict[str, float], cap: float |
     assert {name: found.metrics[name] for name in expected} == pytest.approx(expected, abs=1e-12)
 
 
+def test_the_engines_logprobs_as_old_ones() -> None:
+    """They say nothing of the trainer's, so the engine is compared with the present policy."""
+    rows = [dataclasses.replace(row, old_logprobs=row.engine_logprobs) for row in known_rows(1.0)]
+    found = run_known(rows).metrics
+    engine = [ratio for *_, ratio in TOKENS]  # of the engine to the policy, as logarithms
+    assert found["engine_trainer_kl"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in engine) / 3, abs=1e-12)
+    assert found["engine_logprob_difference_max"] == pytest.approx(max(map(abs, engine)), abs=1e-12)
+
+
 def test_truncated_tokens_stay_in_the_count() -> None:
     """With a cap next to 0 the policy term is gone, and a KL term has the size that it has without a cap."""
     rows = known_rows(1.0)
@@ -429,3 +439,24 @@ def test_terms_without_advantages(settings: dict[str, float], is_stepped: bool) 
     assert found.stepped == (is_stepped,)
     assert (found.grad_norms[0] > 0) == is_stepped
     assert found.skip_reasons == (None if is_stepped else "all advantages are exactly 0",)
+
+
+def likelihood(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    return -batch.logprobs_N, {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_stepped"),
+    [
+        (likelihood, True),
+        (policy_gradient, False),
+        (functools.partial(scaled_gradient, scale=2.0), False),
+        (functools.partial(ppo_clip), False),
+        ("cispo", False),
+    ],
+)
+def test_own_loss_without_advantages(loss: Any, is_stepped: bool) -> None:
+    rows = [dataclasses.replace(row, advantage=0.0) for row in policy_rows(1.0)]
+    found = run_case(StepCase(name="flat", rows=rows, trainer={"max_tokens_per_gpu": 60, "loss": loss}))
+    assert found.stepped == (is_stepped,)
+    assert (found.grad_norms[0] > 0) == is_stepped

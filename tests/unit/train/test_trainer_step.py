@@ -11,6 +11,8 @@
    overflows, is a NumericsError that names the row.
 7. Dropout is off, the caller's hooks, attention and grad mode are left as they were, ``.grad`` is final and unclipped.
 8. Unknown options are refused with what was found and what can be chosen.
+9. Parameters that are frozen or thawed after the Trainer was built are a StateError that names them.
+10. Rows may come as a list, a tuple or a generator.
 """
 
 from __future__ import annotations
@@ -366,6 +368,28 @@ def test_frozen_parameters_stay() -> None:
         assert model.model.embed_tokens.weight.grad is None
     del expected[frozen]
     assert oracle.relative_error(gradient, expected) < 1e-12
+
+
+@pytest.mark.parametrize("is_thawed", [True, False])
+def test_parameters_thawed_or_frozen_later_are_refused(is_thawed: bool) -> None:
+    with true_float64():
+        model = tiny_model()
+        weight = model.model.embed_tokens.weight
+        weight.requires_grad_(not is_thawed)
+        trainer = evenstep.train.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        weight.requires_grad_(is_thawed)
+        with pytest.raises(StateError, match=r"found 1 parameters .*model\.embed_tokens\.weight"):
+            trainer.forward_backward(window())
+        weight.requires_grad_(not is_thawed)
+        trainer.forward_backward(window())
+        assert trainer.optim_step().stepped
+
+
+@pytest.mark.parametrize("kind", [tuple, iter])
+def test_rows_need_not_be_a_list(kind: Any) -> None:
+    with true_float64():
+        losses = [trainer_of()[1].forward_backward(rows).loss for rows in (window(), kind(window()))]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
