@@ -219,7 +219,7 @@ class Segment:
 
 def _per_token(name: str, row_id: Hashable, values: Any, num_tokens: int) -> Float64Array:
     try:
-        array = np.array(values, dtype=np.float64)  # a copy: the caller may fill the same buffer again
+        array = np.asarray(values, dtype=np.float64).copy()  # the caller may fill the same buffer again
     except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor with a gradient
         raise RowError(f"row {row_id!r}: {name} must hold one number per token ({error})") from error
     if array.shape != (num_tokens,):

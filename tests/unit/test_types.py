@@ -38,13 +38,9 @@ def test_the_callers_array_stays_writable(name: str) -> None:
     given[2] = 1.0
 
 
-def test_a_tensor_with_a_gradient_is_refused_by_name() -> None:
+def test_tensors_are_lists_but_for_those_with_a_gradient() -> None:
+    tensor: Any = torch.tensor([0.0, -0.5])
+    fields: dict[str, Any] = {"row_id": "r", "rollout_id": "o", "group_id": "g", "token_ids": [5, 6]}
+    assert values_of(Row(**fields, loss_mask=[0, 1], old_logprobs=tensor), "old_logprobs") == [0.0, -0.5]
     with pytest.raises(RowError, match=r"row 'r': old_logprobs must hold one number per token .*detach"):
-        Row(
-            row_id="r",
-            rollout_id="o",
-            group_id="g",
-            token_ids=[5, 6],
-            loss_mask=[0, 1],
-            old_logprobs=torch.zeros(2, requires_grad=True),  # type: ignore[arg-type]
-        )
+        Row(**fields, loss_mask=[0, 1], old_logprobs=tensor.requires_grad_())

@@ -26,6 +26,7 @@ from evenstep.types import Float64Array
 
 __all__ = ["ESTIMATORS", "rollout_advantages", "zero_spread_groups"]
 
+LARGEST = 1e150  # of a reward, so that its square is a number
 STD_FLOOR = 1e-6  # added to a standard deviation, as GRPO implementations do
 
 
@@ -94,7 +95,8 @@ def rollout_advantages(
         rollout id -> advantage.
 
     Raises:
-        CreditError: a voter without a finite reward or penalty, a rollout id that occurs twice, an unknown estimator.
+        CreditError: a voter without a finite reward or penalty, or with one whose square is not, a rollout id that
+            occurs twice, an unknown estimator.
 
     >>> from evenstep.types import Rollout
     >>> def rollout(group, name, reward, **kw):
@@ -181,6 +183,11 @@ def _rewards(voters: Sequence[RewardedRollout], penalties: Mapping[str, float]) 
             raise CreditError(
                 f"the penalty of rollout {voter.rollout_id!r} must be finite, found {penalty}; look at the log-probs "
                 f"that its KL was computed from"
+            )
+        if abs(voter.reward - penalty) > LARGEST:
+            raise CreditError(
+                f"a reward less its penalty must be at most {LARGEST:g} away from 0, because a standard deviation "
+                f"squares it, found {voter.reward - penalty} for rollout {voter.rollout_id!r}; bound it at its source"
             )
         rewards.append(voter.reward - penalty)
     return np.asarray(rewards, dtype=np.float64)

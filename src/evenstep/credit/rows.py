@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +70,7 @@ def credit_by_rollout(rows: Iterable[Row], advantages: Mapping[Any, float]) -> l
 
 def credit_by_gae(
     rollouts: Iterable[Rollout],
-    rows: Sequence[Row],
+    rows: Iterable[Row],
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
@@ -102,6 +102,7 @@ def credit_by_gae(
     ([0.0, 0.5, 0.75], [0.0, 1.0, 1.0])
     """
     by_rollout: dict[Hashable, list[Row]] = {}
+    rows = list(rows)
     for row in rows:
         if row.old_values is None:
             raise CreditError(f"row {row.row_id!r}: gae needs old_values, a critic's values at its trained tokens")

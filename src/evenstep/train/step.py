@@ -87,6 +87,7 @@ class Trainer(Scorer):
             refuse_training_mode(model)
             model.activation_checkpointing_enable({"use_reentrant": False})
         self._pending: PreparedWindow | None = None
+        self._has_remains = False  # of a sharded window that broke off: FSDP2 keeps gradients that nobody can clear
 
     def _adopt(self, model: PreTrainedModel, options: dict[str, Any]) -> None:
         super()._adopt(model, options)
@@ -111,8 +112,8 @@ class Trainer(Scorer):
                 among the rows.
 
         Raises:
-            StateError: called again before ``optim_step``, or parameters were frozen or thawed since the Trainer was
-                built.
+            StateError: called again before ``optim_step``; parameters were frozen or thawed since the Trainer was
+                built; a sharded window broke off before.
             DistributedError: ranks brought different rows or settings; raised on all of them.
             NumericsError: an output or loss at a trained token is not finite; raised on all ranks.
             RowError, CreditError, PlanError: the window is malformed.
@@ -121,6 +122,11 @@ class Trainer(Scorer):
             raise StateError(
                 "forward_backward was called again before optim_step: the gradients of the first window would be "
                 "mixed with the second's; call optim_step() in between"
+            )
+        if self._has_remains:
+            raise StateError(
+                "the last window broke off between two micro-batches, and sharded parameters still hold gradients of "
+                "those that ran; load and shard the model again, with the optimizer's state, before you go on"
             )
         refuse_thawed_parameters(self.model, self.trained)
         objective = self.objective
@@ -139,8 +145,10 @@ class Trainer(Scorer):
 
         # evaluation mode: no dropout in any pass; checkpointed layers recompute in training mode only
         self.model.train(self.options.activation_checkpointing)
+        self._has_remains = self.is_sharded
         with attention_for(self.model, self.backends[window.plan.layout]):
             run_plan(window, train, dtype=self.dtype, device=self.device)
+        self._has_remains = False
         if not self.is_sharded:
             distributed.sum_gradients(self.parameters)
         if all(p.grad is None for p in self.parameters):

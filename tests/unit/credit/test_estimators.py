@@ -9,6 +9,7 @@
 6. whitening counts a rollout once per token: token-weighted mean 0, population deviation 1; by rollouts or rows not
 7. a voter without tokens is in its group's baseline and shapes no whitening
 8. penalties are subtracted before any baseline, and flatness is that of what remains; one that is not finite is refused
+   and so is a reward whose square is not
 9. a constant added to a group's rewards changes nothing where the group's mean is taken
 """
 
@@ -245,6 +246,14 @@ def test_penalties_come_first(estimator: str) -> None:
 def test_penalties_are_finite(estimator: str, penalty: float) -> None:
     with pytest.raises(CreditError, match="k1"):
         found(MEMBERS, estimator, {"k1": penalty})
+
+
+@every_estimator
+def test_squares_are_finite(estimator: str) -> None:
+    with pytest.raises(CreditError, match="1e\\+200 for rollout 'g0'"):
+        found(window({"g": [(1e200, 2), (-1e200, 3)]}), estimator)
+    large = found(window({"g": [(1e150, 2), (-1e150, 3)]}), estimator)
+    assert large["g0"] > 0 > large["g1"]
 
 
 @pytest.mark.parametrize("estimator", [*BASELINED, "reinforce_pp_baseline"])

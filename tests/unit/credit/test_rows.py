@@ -93,7 +93,7 @@ def test_gae_by_rows(ends: dict[str, float]) -> None:
 def test_interleaved_rows_keep_to_their_rollouts() -> None:
     mixed = [ROWS[i] for i in (4, 0, 3, 1, 5, 2)]
     assert_credited(credit_by_gae(ROLLOUTS[::-1], mixed, terminal_values=ENDS, **GAE), mixed, ENDS)
-    assert_credited(credit_by_gae(iter(ROLLOUTS), mixed, terminal_values=ENDS, **GAE), mixed, ENDS)
+    assert_credited(credit_by_gae(iter(ROLLOUTS), iter(mixed), terminal_values=ENDS, **GAE), mixed, ENDS)
 
 
 def test_rows_in_another_order_than_the_calls_are_another_credit() -> None:
