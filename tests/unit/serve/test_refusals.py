@@ -524,13 +524,13 @@ def test_a_disk_that_is_full_when_the_server_stops(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(RolloutWriter, "append", full)
     listener = bound_socket("127.0.0.1", 0)
+    listener.listen()  # it takes connections from the start; they wait until the server is there
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     async def stopped() -> None:
         serving_it = asyncio.create_task(
             _serve(make_capture(AsyncEngine()), listener, tmp_path / "rollouts.jsonl", None, True, 16, {})
         )
-        await asyncio.sleep(0.1)  # the listener takes connections from the start
         for name in ("first", "second"):
             assert (await http(url, "POST", f"/r/{name}/v1/chat/completions", CHAT))[0] == 200
         assert (await http(url, "POST", "/r/first/reward", {"reward": 1.0}))[0] == 500
