@@ -33,6 +33,7 @@ __all__ = [
     "check_ranks",
     "check_run_folder",
     "preflight",
+    "used_folder",
 ]
 
 # extra -> what needs it, and the packages that it brings
@@ -219,10 +220,7 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
     recorded = folder / "config.toml"
     has_run = recorded.is_file()
     if has_run and not resume:
-        raise ConfigError(
-            f"run.dir must be a new folder, found a run in {config.run.dir!r}; continue it with --resume, or choose "
-            f"another folder with --run-dir"
-        )
+        raise ConfigError(used_folder(config.run.dir))
     if resume and not has_run:
         raise ConfigError(
             f"--resume continues the run in run.dir, found no config.toml in {config.run.dir!r}; start it without "
@@ -239,6 +237,14 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
             f"run.dir must be a folder that can be written, found {config.run.dir!r} ({error.strerror}); choose "
             f"another with --run-dir"
         ) from None
+
+
+def used_folder(folder: str) -> str:
+    """What is wrong with a run's folder that has a run already: its rollouts would be taken for the new run's."""
+    return (
+        f"run.dir must be a new folder, found a run in {folder!r}; continue it with --resume, or choose another folder "
+        f"with --run-dir"
+    )
 
 
 def _check_same_run(recorded: Mapping[str, Any], asked: Config) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from evenstep.config import Config
 from evenstep.errors import ConfigError, NumericsError
+from evenstep.preflight import used_folder
 from evenstep.report.console import Reporter
 from evenstep.report.html_page import write_report
 from evenstep.train import distributed
@@ -50,7 +51,7 @@ def run_training(
     Args:
         config: a checked configuration.
         resume: go on from the newest checkpoint of the run folder; rollouts that were generated after it and not yet
-            trained are taken from disk.
+            trained are taken from disk. False needs a folder without a run.
         reporter: shown to the user by rank 0.
         credit: advantages of a window's voting rollouts, with ``train.kl_in = "reward"`` also given ``penalties``, what
             each rollout's reward is lowered by; None: the configured estimator.
@@ -304,6 +305,8 @@ class _Run:
 
     def _open_folder(self, *, resume: bool) -> None:
         """Make the run folder, or go back to its newest checkpoint."""
+        if not resume and distributed.broadcast(self.files.has_run):
+            raise ConfigError(used_folder(str(self.files.path)))
         # rank 0 chooses, so that no rank can go on from another window than the rest
         checkpoint = distributed.broadcast(latest_checkpoint(self.files.checkpoints) if resume else None)
         if checkpoint is not None:

@@ -41,6 +41,11 @@ class RunFolder:
         self.rollouts, self.plans, self.checkpoints = path / "rollouts", path / "plans", path / "checkpoints"
         self._metrics, self._index = path / "metrics.jsonl", path / "collections.jsonl"
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a run was begun in it."""
+        return self._metrics.is_file()
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Nobody else's while it is used; free again when a process was killed, once its ranks have ended.

@@ -5,6 +5,7 @@
    weights are those of a run that was not stopped
 2. what was left over is trained in the next collection, first, and each rollout once over the whole run
 3. a resume after the last window trains nothing
+4. another run is not begun in its folder: it would train on these rollouts
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from evenstep.config import load_config
+from evenstep.errors import ConfigError
 from evenstep.train.run import run_training
 
 CONFIG = """
@@ -120,3 +122,10 @@ def test_stopped_anywhere(whole: Path, tmp_path: Path, stop_after: int, every: i
     if stop_after == NUM_WINDOWS - 1:
         train(folder, every=every, resume=True)  # behind the last window
         assert lines(folder, "metrics.jsonl") == lines(whole, "metrics.jsonl")
+
+
+def test_no_other_run_begins_in_its_folder(whole: Path) -> None:
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"run\.dir must be a new folder, found a run in .*--resume"):
+        train(whole, every=1)
+    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
