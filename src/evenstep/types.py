@@ -72,6 +72,12 @@ WHOLE_DISTRIBUTION: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1),
     "logit_bias": (None, {}),
 }
+# the same of settings that vLLM and SGLang have and `evenstep serve` has not: each masks tokens
+_MASKING: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_tokens", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "bad_words_token_ids"), (None, [], ())),
+    **dict.fromkeys(("guided_decoding", "structured_outputs", "json_schema", "regex", "ebnf"), (None,)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +101,8 @@ class Sampling:
         if self.temperature == 0:
             return "temperature = 0"
         settings = {**self.extra, "top_p": self.top_p, "top_k": self.top_k}
-        cut = (name for name, whole in WHOLE_DISTRIBUTION.items() if settings.get(name) not in whole)
+        whole_of = {**WHOLE_DISTRIBUTION, **_MASKING}
+        cut = (name for name, whole in whole_of.items() if settings.get(name) not in whole)
         return next((f"{name} = {settings[name]}" for name in cut), None)
 
 

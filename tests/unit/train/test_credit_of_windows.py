@@ -4,7 +4,7 @@
 2. an estimator by rollout takes both
 3. undeclared breaks: an error that names rollout, call, place, ids and key; a segment; or realigned, and counted
 4. whitening weighs a rollout by its trained tokens, not by the sampled ones of which some were realigned
-5. log-probs of tokens that were drawn with top-p, top-k, penalties, greedily or at another temperature are not compared
+5. log-probs of tokens drawn with top-p, top-k, penalties, masks, greedily or at another temperature are not compared
    with the trainer's: rows go without them, and what needs them is refused by name
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,9 +181,16 @@ OTHERS = {
     "top_k = 20": Sampling(top_k=20),
     "min_p = 0.1": Sampling(extra={"min_p": 0.1}),
     "repetition_penalty = 1.1": Sampling(extra={"repetition_penalty": 1.1, "top_a": 3}),
+    "min_tokens = 8": Sampling(extra={"min_tokens": 8}),
+    "allowed_token_ids = (3, 4)": Sampling(extra={"allowed_token_ids": (3, 4)}),
+    "regex = a+": Sampling(extra={"regex": "a+"}),
     "temperature = 0": Sampling(temperature=0.0),
 }
-WHOLE = Sampling(temperature=0.7, top_k=-1, extra={"min_p": 0, "frequency_penalty": 0.0, "presence_penalty": None})
+WHOLE = Sampling(
+    temperature=0.7,
+    top_k=-1,
+    extra={"min_p": 0, "frequency_penalty": 0.0, "presence_penalty": None, "min_tokens": 0, "bad_words": [], "n": 2},
+)
 
 
 def sampled_as(sampling: Sampling, **fields: object) -> Rollout:
@@ -212,7 +220,7 @@ def test_another_distribution_is_not_compared(tmp_path: Path, setting: str, othe
     group = Group(group_id="g", prompt_id="p", rollouts=(plain, cut))
     window = WindowRows.of(Window(window=0, collection=0, epoch=0, groups=(group,)))
     name = setting.split("=")[0]
-    expected = rf"{name} compares .* found {other} in rollout 'b', call 0; .* leave {name} out"
+    expected = rf"{name} compares .* found {re.escape(other)} in rollout 'b', call 0; .* leave {name} out"
     with pytest.raises(CreditError, match=expected):
         scored([window], NO_MODELS, load_config([tmp_path / "config.toml"], [setting]))
     assert scored([window], NO_MODELS, load_config([tmp_path / "config.toml"])) == [window]
