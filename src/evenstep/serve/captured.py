@@ -181,7 +181,11 @@ class CapturedRollout:
             raise self._over_limit(f"max_segments = {self._capture.limits.max_segments} segments are full")
         turns = [
             replace(
-                turn, order=next(self._orders), parent=None if parent is None else parent.order, max_tokens=max_tokens
+                turn,
+                order=next(self._orders),
+                parent=None if parent is None else parent.order,
+                reason=reason,
+                max_tokens=max_tokens,
             )
             for _ in range(body.n)
         ]
@@ -237,8 +241,11 @@ class CapturedRollout:
             return None, False
         if reason is not None:
             return reason, True
-        if any(one.parent is None and one.prompt_ids == turn.prompt_ids for one in before):
-            return None, False  # a first turn, tried again
+        tries = [one for one in before if one.parent is None and one.prompt_ids == turn.prompt_ids]
+        for one in tries:
+            # a first turn, tried again: with its reason, for the first try may never be recorded
+            if one.reason is not None or one.answer is not None or len(tries) == len(before):
+                return one.reason, False
         if self._capture.on_undeclared == "error":
             raise self._history.undeclared(turn, self._capture.tokenizer)
         return None, True

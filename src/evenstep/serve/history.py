@@ -9,7 +9,7 @@ from typing import Any
 from evenstep.rollout.chat import ChatTokenizer
 from evenstep.serve.conversation import Message
 from evenstep.serve.refusals import RefusedError
-from evenstep.types import Call
+from evenstep.types import BreakReason, Call
 
 __all__ = ["Answer", "History", "Turn"]
 
@@ -32,6 +32,7 @@ class Turn:
     prompt_ids: tuple[int, ...]
     parent: int | None
     num_siblings: int  # choices of one request
+    reason: BreakReason | None = None  # why it may continue nothing
     max_tokens: int = 0  # of the output
     asked: tuple[Message, ...] | None = None  # None: a prompt that is no conversation
     tools: Any = None

@@ -568,6 +568,24 @@ def test_a_client_that_left_is_not_recorded() -> None:
     run(script, AsyncEngine(delay_s=0.3))
 
 
+def test_a_declared_turn_that_is_sent_again_keeps_its_reason() -> None:
+    """As clients do by themselves after a time-out, while the first try still runs."""
+
+    async def script(url: str, registry: Registry) -> None:
+        key = made(registry, "mine")
+        assert (await http(url, "POST", "/v1/chat/completions", CHAT, key=key))[0] == 200
+        assert (await http(url, "POST", "/v1/segment", {"reason": "compaction"}, key=key))[0] == 200
+        compacted = {"messages": [{"role": "user", "content": "in short"}]}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await http(url, "POST", "/v1/chat/completions", compacted, key=key)
+        assert (await http(url, "POST", "/v1/chat/completions", compacted, key=key))[0] == 200
+        status, answer, _ = await http(url, "POST", "/v1/reward", {"reward": 1.0}, key=key)
+        assert (status, answer["status"], answer["num_calls"], answer["num_segments"]) == (200, "ok", 2, 2)
+
+    run(script, AsyncEngine(delay_s=0.6))
+
+
 @pytest.mark.parametrize("logs_prompts", [False, True])
 def test_logs_have_no_prompts_unless_asked(logs_prompts: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def go() -> None:
