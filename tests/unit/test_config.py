@@ -107,6 +107,18 @@ def test_malformed_override(text: str) -> None:
         parse_override(text)
 
 
+def test_one_setting_each() -> None:
+    with pytest.raises(ConfigError, match=r"takes one section\.key=value, found more lines in "):
+        parse_override("train.lr=1e-5\ntrain.eps=1")
+    assert parse_override("train.lr=1e-5 # why") == (("train", "lr"), 1e-5)
+
+
+def test_a_byte_order_mark_is_passed_over(base: Path, tmp_path: Path) -> None:
+    marked = tmp_path / "marked.toml"
+    marked.write_bytes(b"\xef\xbb\xbf" + base.read_bytes())
+    assert load_config([marked]) == load_config([base])
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     assert "absent.toml: cannot be read (No such file" in refusal([tmp_path / "absent.toml"])
     (tmp_path / "bad.toml").write_text("[train]\nlr = packed\n")
@@ -381,6 +393,89 @@ def test_options_become_the_component_s_own_dataclass(base: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ preflight
+
+
+OWN = """
+import dataclasses, datetime, enum
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+class Kind(enum.Enum):
+    A = "a"
+    B = "b"
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    x: int = 1
+
+class Own:
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        {field}
+    def __init__(self): pass
+    @classmethod
+    def for_task(cls, options, *, seed, split, index): return cls()
+    async def reset(self): pass
+    async def step(self, action): pass
+    async def score(self, episode): pass
+"""
+
+
+def with_own(tmp_path: Path, field: str, toml: str, name: str = "Own") -> Config:
+    (tmp_path / "own.py").write_text(OWN.format(field=field).replace("Own", name))
+    text = tomli_w.dumps({key: value for key, value in BASE.items() if key != "environment"})
+    path = tmp_path / "own.toml"
+    path.write_text(f'{text}\n[environment]\nname = "{tmp_path}/own.py:{name}"\n{toml}\n')
+    return load_config([path])
+
+
+@pytest.mark.parametrize(
+    "field, toml, value",
+    [
+        ("v: tuple[int, ...] | None = None", "v = [1, 2]", "(1, 2)"),
+        ("v: tuple[tuple[int, int], ...] = ()", "v = [[1, 2]]", "((1, 2),)"),
+        ("v: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)", "v = {a = [1]}", "{'a': (1,)}"),
+        ("v: Path = Path('a/b')", "v = 'c'", "PosixPath('c')"),
+        ("v: Path = Path('a/b')", "", "PosixPath('a/b')"),
+        ("v: Kind = Kind.A", "v = 'b'", "<Kind.B: 'b'>"),
+        ("v: Kind = Kind.A", "", "<Kind.A: 'a'>"),
+        ("v: datetime.date = datetime.date(2024, 1, 2)", "", "datetime.date(2024, 1, 2)"),
+        (
+            "v: Mapping[str, Any] = dataclasses.field(default_factory=dict)",
+            "v = {d=2024-01-02}",
+            "{'d': '2024-01-02'}",
+        ),
+        ("v: float = 1", "", "1.0"),
+        ("v: Inner = Inner()", "v = {x = 2}", "Inner(x=2)"),
+        ("v: Inner = Inner()", "", "Inner(x=1)"),
+        ("v: int = dataclasses.field(default=1, init=False)", "", "1"),
+    ],
+)
+def test_options_of_any_type_reach_every_rank(tmp_path: Path, field: str, toml: str, value: str) -> None:
+    config = with_own(tmp_path, field, toml)
+    recorded = tmp_path / "recorded.toml"
+    recorded.write_text(config.resolved())
+    for found in (config, load_config([recorded])):  # as this process has it, and as the others read it
+        assert repr(found.environment_options.v) == value
+
+
+@pytest.mark.parametrize(
+    "field, reason",
+    [
+        ("v: float = float('inf')", r"defaults of .*own.py:Own too, found .*must be a finite number"),
+        ("v: tuple[int | None, ...] = (None,)", "defaults of .*own.py:Own too, found 'NoneType' is not TOML"),
+        ("name: str = 'a'", "must have no field `name`, which is taken"),
+        ("model_config: int = 1", "must have no field `model_config`, which is taken"),
+    ],
+)
+def test_options_that_no_file_can_hold_are_refused(tmp_path: Path, field: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        with_own(tmp_path, field, "")
+
+
+def test_options_may_be_called_as_pydantic_calls_its_methods(tmp_path: Path) -> None:
+    assert with_own(tmp_path, "schema: str = 'a'", "schema = 'b'").environment_options.schema == "b"
 
 
 def test_missing_packages_are_named_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:

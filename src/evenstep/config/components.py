@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+import warnings
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, create_model
 from pydantic.errors import PydanticUserError
@@ -43,11 +44,11 @@ def component_type(section: str, name: str) -> type[Any]:
     return compaction_type(name)
 
 
-def options_model(options_type: type[Any], name: str, *, base: type[SectionT]) -> type[SectionT]:
-    """A schema as strict as ``base`` for the fields of a frozen options dataclass.
+def options_model(options_type: type[Any], name: str, *, base: type[SectionT], taken: str) -> type[SectionT]:
+    """A schema as strict as ``base`` for the fields of a frozen options dataclass; ``taken`` is the key that names it.
 
     Raises:
-        ConfigError: a field has a type that no TOML value has.
+        ConfigError: a field has a type that no TOML value has, or a name that is taken.
     """
     try:
         hints = typing.get_type_hints(options_type)
@@ -55,18 +56,23 @@ def options_model(options_type: type[Any], name: str, *, base: type[SectionT]) -
         raise ConfigError(_untyped(options_type, error)) from error
     fields: dict[str, Any] = {}
     for item in dataclasses.fields(options_type):
+        if item.name in (taken, "model_config"):  # the other one is pydantic's
+            raise ConfigError(
+                f"{options_type.__qualname__} must have no field `{item.name}`, which is taken; rename it"
+            )
+        if not item.init:
+            continue
         if item.default is not dataclasses.MISSING:
             default: Any = item.default
         elif item.default_factory is not dataclasses.MISSING:
             default = Field(default_factory=item.default_factory)
         else:
             default = ...
-        hint = hints[item.name]
-        if typing.get_origin(hint) is tuple:  # TOML has arrays only
-            hint = Annotated[hint, Field(strict=False)]
-        fields[item.name] = (hint, default)
+        fields[item.name] = (hints[item.name], default)
     try:
-        return create_model(name, __base__=base, **fields)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # `schema` and `json` are names of pydantic's, and good ones
+            return create_model(name, __base__=base, **fields)
     except PydanticUserError as error:
         raise ConfigError(_untyped(options_type, error)) from error
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_json
 
 from evenstep.config.components import component_type, component_types, options_model
 from evenstep.config.relations import check_relations, listed
@@ -114,16 +115,21 @@ def parse_override(text: str) -> tuple[Key, Any]:
     """Split ``section.key=value``; the value is TOML where it parses, else a text.
 
     Raises:
-        ConfigError: no ``=``, or an empty part of the key.
+        ConfigError: no ``=``, an empty part of the key, or more than one setting.
     """
     name, separator, value_text = text.partition("=")
     key = tuple(part.strip() for part in name.split("."))
     if not separator or not all(key):
         raise ConfigError(f"--set takes section.key=value, found {text!r}; for example: --set train.lr=1e-5")
     try:
-        return key, tomllib.loads(f"value = {value_text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {value_text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return key, value_text.strip()
+    if len(parsed) > 1:
+        raise ConfigError(
+            f"--set takes one section.key=value, found more lines in {text!r}; give each a --set of its own"
+        )
+    return key, parsed["value"]
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -133,14 +139,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or is no TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors put a mark in front
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: must be UTF-8 text, found byte {error.object[error.start]:#x}; give a TOML file"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}; texts need quotes, tables look like [train]") from None
 
 
@@ -174,9 +180,18 @@ def _with_options(section: OptionsT, name_key: str, sources: Mapping[Key, str]) 
         options_type = component_type(title, name)
     except ConfigError as error:
         raise ConfigError(f"{_origin(sources, (title, name_key))}{error}") from None
-    options = _validated(
-        options_model(options_type, name, base=Section), section.options, (title,), sources
-    ).model_dump()
+    schema = options_model(options_type, name, base=Section, taken=name_key)
+    given = _validated(schema, section.options, (title,), sources, as_json=True)
+    try:
+        # as every process reads them out of the run's config.toml, defaults included
+        written = tomllib.loads(tomli_w.dumps(given.model_dump(mode="json", exclude_none=True)))
+        checked = _validated(schema, written, (title,), sources, as_json=True)
+    except (TypeError, ConfigError) as error:
+        raise ConfigError(
+            f"{_origin(sources, (title, name_key))}[{title}]: every option must be a value that TOML has, defaults of "
+            f"{name} too, found {str(error).removeprefix('Object of type ')}; change the default"
+        ) from None
+    options = {key: getattr(checked, key) for key in schema.model_fields}
     try:
         options_type(**options)
     except FileFormatError:
@@ -189,9 +204,18 @@ def _with_options(section: OptionsT, name_key: str, sources: Mapping[Key, str]) 
 # ---------------------------------------------------------------------------------------------------- messages
 
 
-def _validated(model: type[SectionT], values: Mapping[str, Any], prefix: Key, sources: Mapping[Key, str]) -> SectionT:
+def _validated(
+    model: type[SectionT],
+    values: Mapping[str, Any],
+    prefix: Key,
+    sources: Mapping[Key, str],
+    *,
+    as_json: bool = False,
+) -> SectionT:
+    """The section of these values; ``as_json``: arrays are tuples and sets, texts are paths, members and days, where
+    the section has such."""
     try:
-        return model.model_validate(values)
+        return model.model_validate_json(to_json(values)) if as_json else model.model_validate(values)
     except ValidationError as error:
         findings = error.errors(include_url=False)
         raise ConfigError(listed([_problem(model, prefix, finding, sources) for finding in findings])) from None
