@@ -54,6 +54,7 @@ BreakReason = Literal["compaction", "template", "subagent"]
 Status = Literal["ok", "truncated", "failed"]
 BREAK_REASONS: tuple[BreakReason, ...] = ("compaction", "template", "subagent")
 STATUSES: tuple[Status, ...] = ("ok", "truncated", "failed")
+MAX_TOKEN_IDS = 2**63  # what 64-bit integers hold
 # optional fields of a Row with one value per token
 PER_TOKEN_FIELDS = ("old_logprobs", "ref_logprobs", "engine_logprobs", "old_values", "returns")
 
@@ -246,9 +247,9 @@ class Row:
     never read: NaN, infinities and padding are harmless there.
 
     Raises:
-        RowError: an empty row, unequal lengths, ``loss_mask[0] != 0``, a mask that is not 0/1, negative token ids, a
-            non-finite value at a trained token, images out of order, overlapping, or not on placeholders, or experts
-            that no router can have chosen.
+        RowError: an empty row, unequal lengths, ``loss_mask[0] != 0``, a mask that is not 0/1, token ids below 0 or
+            from 2⁶³ on, a non-finite value at a trained token, images out of order, overlapping, or not on
+            placeholders, or experts that no router can have chosen.
     """
 
     row_id: Hashable
@@ -292,6 +293,11 @@ class Row:
             raise RowError(f"row {row_id!r}: token_ids must be integers ≥ 0, found {ids.dtype} values like {ids[0]!r}")
         if int(ids.min()) < 0:
             raise RowError(f"row {row_id!r}: token_ids must be integers ≥ 0, found {ids.min()}")
+        if int(ids.max()) >= MAX_TOKEN_IDS:
+            raise RowError(
+                f"row {row_id!r}: token_ids must be below {MAX_TOKEN_IDS}, found {ids.max()}; −1 of an unsigned type "
+                f"is padding: leave it out"
+            )
         num_tokens = ids.size
         mask = np.asarray(loss_mask)
         if mask.dtype.kind not in "biuf":

@@ -44,3 +44,9 @@ def test_tensors_are_lists_but_for_those_with_a_gradient() -> None:
     assert values_of(Row(**fields, loss_mask=[0, 1], old_logprobs=tensor), "old_logprobs") == [0.0, -0.5]
     with pytest.raises(RowError, match=r"row 'r': old_logprobs must hold one number per token .*detach"):
         Row(**fields, loss_mask=[0, 1], old_logprobs=tensor.requires_grad_())
+
+
+def test_minus_one_of_an_unsigned_type_is_no_token() -> None:
+    ids = np.array([5, 6, -1], dtype=np.int64).astype(np.uint64)
+    with pytest.raises(RowError, match="token_ids must be below 9223372036854775808, found 18446744073709551615"):
+        Row(row_id="a", rollout_id="r", group_id="g", token_ids=ids, loss_mask=[0, 0, 1])

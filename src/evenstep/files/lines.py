@@ -18,7 +18,7 @@ from pydantic import (
 
 from evenstep.errors import FileFormatError, RowError
 from evenstep.experts import RoutedExperts
-from evenstep.types import BreakReason, Status
+from evenstep.types import MAX_TOKEN_IDS, BreakReason, Status
 from evenstep.validation import dotted, find_unwritable, promise, shown
 
 __all__ = [
@@ -38,6 +38,7 @@ MAX_LOGPROB = 1e-3
 
 Text = Annotated[str, Field(min_length=1)]
 Natural = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_IDS)]
 LogProb = Annotated[float, Field(le=MAX_LOGPROB)]
 Mask = Annotated[int, Field(ge=0, le=1)]
 
@@ -127,8 +128,8 @@ class ExpertsObject(BaseModel):
 
 class CallObject(_Object):
     order: Natural
-    prompt_ids: Annotated[tuple[Natural, ...], Field(min_length=1)]
-    output_ids: tuple[Natural, ...]
+    prompt_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
+    output_ids: tuple[TokenId, ...]
     logprobs: tuple[LogProb, ...]
     parent: Natural | None = None
     weight_version: Natural
@@ -209,7 +210,7 @@ class RowLine(Line):
     group_id: Text
     reward: float
     advantage: float | None = None
-    token_ids: Annotated[tuple[Natural, ...], Field(min_length=1)]
+    token_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     loss_mask: tuple[Mask, ...]
     logprobs: tuple[LogProb, ...]
     routed_experts: ExpertsObject | None = None

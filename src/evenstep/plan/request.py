@@ -33,6 +33,7 @@ __all__ = [
 Placement = Literal["global", "local"]
 Sync = Literal["micro_batch", "step"]
 Effort = Literal["default", "high"]
+_AMPLE = 2**45  # tokens that no window has; as a budget it is no limit, and its multiples stay exact integers
 _LONGEST = 2**31  # beyond it, sums of attended pairs leave the exact integers
 
 
@@ -63,7 +64,8 @@ class Request:
     def room(self) -> Room:
         """The shape rules of this plan's cells."""
         alignment = 2 * self.cp if self.cp > 1 else 1
-        budget = None if self.max_tokens_per_gpu is None else self.max_tokens_per_gpu * self.cp * self.tp
+        given = None if self.max_tokens_per_gpu is None else self.max_tokens_per_gpu * self.cp * self.tp
+        budget = None if given is None else min(given, _AMPLE)
         return Room(
             layout=self.layout,
             budget=budget,
@@ -121,6 +123,8 @@ class Request:
                 f"more than the budget of {room.budget} tokens (max_tokens_per_gpu = {self.max_tokens_per_gpu}); "
                 f"lower pad_to_multiple or raise max_tokens_per_gpu"
             )
+        if room.multiple > _AMPLE:
+            raise PlanError(f"pad_to_multiple must be at most {_AMPLE}, found {self.pad_to_multiple}; lower it")
         if self.layout == "fixed":
             if self.max_rows_per_microbatch is not None and self.max_rows_per_microbatch < self.micro_batch_rows:
                 raise PlanError(

@@ -13,12 +13,14 @@
 
 import math
 import random
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
 from evenstep.errors import PlanError
-from evenstep.plan import CostModel, SharedPrefixes, plan_step, refine_plan, reuse_plan
+from evenstep.plan import CostModel, SharedPrefixes, StepPlan, plan_step, refine_plan, reuse_plan
 from evenstep.plan.footprint import Room
 
 
@@ -256,3 +258,21 @@ def test_a_budget_far_above_all_rows_is_no_limit(layout: str) -> None:
     options = {"num_ranks": 2, "layout": layout, "cost": cost}
     plan = plan_step([9, 7, 5, 3], max_tokens_per_gpu=2**30, **options)
     assert plan.cells == plan_step([9, 7, 5, 3], max_tokens_per_gpu=100, **options).cells
+
+
+@pytest.mark.parametrize("budget", [2**53, 2**60, 2**62, sys.maxsize, 2**63, 10**30])
+@pytest.mark.parametrize("extra", [{}, {"bucket": 0.125}, {"cp": 2, "tp": 2}, {"layout": "packed"}])
+def test_a_budget_beyond_all_integers_is_no_limit(budget: int, extra: dict[str, Any]) -> None:
+    generator = random.Random(0)
+    lengths = [generator.randint(1, 5000) for _ in range(300)]
+    options: dict[str, Any] = {"num_ranks": 2, **extra}
+    plan = plan_step(lengths, max_tokens_per_gpu=budget, **options)
+    plan.check(lengths)
+    assert plan.cells == plan_step(lengths, max_tokens_per_gpu=2**31, **options).cells
+    assert plan.max_tokens_per_gpu == budget
+    assert StepPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_multiple_beyond_all_windows_is_refused() -> None:
+    with pytest.raises(PlanError, match="pad_to_multiple must be at most"):
+        plan_step([3], num_ranks=1, pad_to_multiple=10**20)
