@@ -7,14 +7,17 @@
 5. NaN, infinities and values a reader would refuse are never written, and a failed write leaves nothing behind.
 6. Reading streams: a wrong line does not hide the lines before it.
 7. docs/files.md names every field.
+8. A name that leads to a device, a pipe or another file stays what it is; no text is too odd to be written.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from evenstep.files import (
     write_rows,
 )
 from evenstep.files.lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
+from evenstep.files.writing import write_text
 from evenstep.types import BREAK_REASONS, Call, Rollout, Sampling
 from evenstep.validation import MAX_DEPTH
 
@@ -488,3 +492,44 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, name: str) -> Non
             signal.signal(signal.SIGXFSZ, handler)
         writer.append([second])
     assert [rollout.rollout_id for rollout in read_rollouts(path)] == ["first", "second"]
+
+
+def test_8_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    write_text(pipe, "whole\n")
+    reader.join(10)
+    assert read == ["whole\n"]
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_8_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link, target = tmp_path / "plan.json", tmp_path / "elsewhere" / "plan.json"
+    link.symlink_to(target)
+    for text in ("first", "second"):  # to a file that is not there yet, and to one that is
+        write_text(link, text)
+        assert link.is_symlink()
+        assert target.read_text() == text
+    assert list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("name", [".", "..", "/"])
+def test_8_a_folder_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileFormatError, match=r"cannot be written there \(Is a directory"):
+        write_text(name, "x")
+
+
+def test_8_half_a_pair_is_written_as_an_escape(tmp_path: Path) -> None:
+    write_text(tmp_path / "a.svg", "x\udcff\n")
+    assert (tmp_path / "a.svg").read_bytes() == b"x\\udcff\n"
+
+
+def test_an_id_beyond_all_integers_is_refused(tmp_path: Path) -> None:
+    call = Call(order=0, prompt_ids=(5, 2**63), output_ids=(7,), logprobs=(-0.5,))
+    with pytest.raises(FileFormatError, match=r"field `calls\[0\].prompt_ids\[1\]`: must be < 9223372036854775808"):
+        write_rollouts(tmp_path / "a.jsonl", [make_rollout(calls=(call,))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gzip
 import os
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -103,16 +104,27 @@ def _plain(record: Any) -> dict[str, Any]:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file; it appears under its name only when it is complete.
 
+    Halves of surrogate pairs, as in the name of a file that is no UTF-8, are written as escapes.
+
     Raises:
         FileFormatError: the folder is missing or cannot be written.
     """
     try:
-        _write(Path(path), [text.encode()])
+        _write(Path(path), [text.encode(errors="backslashreplace")])
     except OSError as error:
-        raise FileFormatError(f"{path}: cannot be written ({error.strerror}); make the folder or free space") from None
+        raise FileFormatError(
+            f"{path}: cannot be written there ({error.strerror}); make the folder, free space, or name another place"
+        ) from None
 
 
 def _write(path: Path, lines: Iterable[bytes]) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if (path.exists() and not path.is_file()) or path.parent == Path("/dev"):
+        with path.open("ab") as raw:  # a device or pipe takes bytes; a file moved there would be in its place
+            raw.writelines(lines)
+        return
+    path = Path(os.path.realpath(path))  # a link stays one
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as raw:

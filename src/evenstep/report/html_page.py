@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from evenstep import __version__
-from evenstep.errors import FileFormatError
+from evenstep.files.writing import write_text
 from evenstep.report.curves import charts_json, curves, evaluation_curves
 from evenstep.report.history import counted
 from evenstep.report.plans_shown import PlansShown, plans_shown
@@ -46,16 +45,7 @@ def write_report(folder: Path, out: Path | None = None) -> tuple[Path, Page]:
     """
     page = run_page(folder)
     path = folder / "report.html" if out is None else out
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(page.html, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise FileFormatError(
-            f"{path}: the page cannot be written there ({error.strerror}); name another place with --out"
-        ) from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, page.html)
     return path, page
 
 
