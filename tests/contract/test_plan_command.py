@@ -179,6 +179,10 @@ def test_skipping_is_counted_and_shown(tmp_path: Path) -> None:
         ([str(EXAMPLE), "--sweep", "1"], "--sweep must name budgets of at least 2 tokens, found 1"),
         ([str(EXAMPLE), "--window", "3", "--out", "x.json"], "--window must be within 0 and 0"),
         ([str(EXAMPLE), "--out", "/dev/null/x/plan.json"], "cannot be written"),
+        ([str(EXAMPLE), "--out", "."], ".: cannot be written there (Is a directory)"),
+        ([str(EXAMPLE), "--picture", "."], ".: cannot be written there (Is a directory)"),
+        ([str(EXAMPLE), "--layout", "tree"], "at least one arm must be planned, found none"),
+        ([str(EXAMPLE), "--pad-to-multiple", "0"], "at least one arm must be planned, found none"),
         ([str(EXAMPLE), "--format", "parquett"], "--format must be one of"),
     ],
 )

@@ -83,6 +83,7 @@ def plan(
     """Show what each layout, budget and planner would cost on the rows of FILE, without training anything."""
     with short_errors(debug=debug):
         from evenstep.dry_run.summary import dry_run
+        from evenstep.errors import PlanError
         from evenstep.imports import import_rows
         from evenstep.imports.own import is_run_folder
         from evenstep.report.plan_table import print_dry_run
@@ -118,6 +119,8 @@ def plan(
             typer.echo(json.dumps(found.to_dict(), indent=1))
         else:
             print_dry_run(found, typer.echo, has_windows=per_window)
+        if found.best() is None:
+            raise PlanError("at least one arm must be planned, found none that can be; its reason is named with it")
         _write_files(found, window, out=out, picture=picture, trace=trace)
 
 

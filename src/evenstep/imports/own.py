@@ -218,6 +218,6 @@ def _recorded(folder: Path) -> dict[int, tuple[StepPlan, list[int]]]:
             has_images = any("length" in row for row in rows)
             lengths = [int(row.get("length", row["num_tokens"])) for row in rows] if has_images else []
             plans[int(path.stem.removeprefix("window_"))] = StepPlan.from_json(data), lengths
-        except (PlanError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (PlanError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise FileFormatError(f"{path}: must be a step plan, found {error}; remove the file") from None
     return plans

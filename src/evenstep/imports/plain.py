@@ -23,6 +23,7 @@ PARTS = (("prompt_length", "response_length"), ("prompt_tokens", "completion_tok
 ID_LISTS = ("token_ids", "input_ids")
 ROLLOUT_NAMES = ("rollout_id", "trajectory_id", "sample_id", "request_id")
 GROUP_NAMES = ("group_id", "uid", "prompt_id")
+MAX_CELL_CHARACTERS = 2**31 - 1  # a table may hold completions beside their lengths
 STEP_NAMES = ("step", "window", "global_step")
 
 
@@ -96,8 +97,14 @@ def read_csv(path: Path, columns: RowColumns, column: str | None) -> None:
     if header is None:
         return
     delimiter = max(",;\t", key=header.count)
-    names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter))]
     where = f"{path}, line {at[0]}"
+    csv.field_size_limit(MAX_CELL_CHARACTERS)
+    try:
+        names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter))]
+    except csv.Error as error:
+        raise LineError("", f"must be a header, found {error}; end lines with a line feed, and quote cells").at(
+            where
+        ) from None
     if all(is_number(name) for name in names) and len(names) > 1:
         problem = (
             f"must be a header, found the numbers {shown(header.strip())}; put a line with the columns' names first"

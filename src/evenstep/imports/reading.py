@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ def _read_path(path: Path, columns: RowColumns, how: _How) -> Iterator[tuple[str
         own.read_run(path, columns)
         yield "evenstep", path
     elif path.is_dir():
-        files = sorted((p for p in path.rglob("*") if p.is_file() and p.name.endswith(_DATA_SUFFIXES)), key=_natural)
+        files = sorted((p for p in path.rglob("*") if _is_data(p, path)), key=_natural)
         if not files:
             raise FileFormatError(
                 f"{path}: a folder must hold files to read ({', '.join(_DATA_SUFFIXES)}) or be a run's, found none; "
@@ -118,20 +119,33 @@ def _read_path(path: Path, columns: RowColumns, how: _How) -> Iterator[tuple[str
         yield _read_file(path, columns, how), path
 
 
+def _is_data(path: Path, folder: Path) -> bool:
+    """Whether a file of a folder is read: not what editors and file systems hide there, which may be a copy."""
+    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.name.endswith(_DATA_SUFFIXES) and not is_hidden and path.is_file()
+
+
 def _natural(path: Path) -> list[tuple[int, str]]:
     """step_10 after step_9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def _read_file(path: Path, columns: RowColumns, how: _How) -> str:
+    if path.exists() and not path.is_file():
+        raise FileFormatError(
+            f"{path}: must be a file, found a pipe or device, which gives its bytes once, and its format is told by "
+            f"looking first; write them to a file"
+        )
     head = first_bytes(path, 4)
+    if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise FileFormatError(f"{path}: must be UTF-8 text or Parquet, found UTF-16; save it as UTF-8")
     if head[:1] == b"\x80" or path.suffix in _PICKLES or head == b"PK\x03\x04":
         raise FileFormatError(
             f"{path}: must be text or Parquet, found what may hold a pickle, which is never loaded; export it as JSONL"
         )
     if head == b"PAR1" or path.suffix == ".parquet":
         return _read_parquet(path, columns, how)
-    name = how.format or _detected(path)
+    name = _with_column(path, how.format or _detected(path, how.column), how)
     try:
         if name == "numbers":
             plain.read_numbers(path, columns)
@@ -141,6 +155,16 @@ def _read_file(path: Path, columns: RowColumns, how: _How) -> str:
             _read_objects(path, columns, name, how)
     except LineError as problem:  # the file has no end
         columns.bad(str(path), problem)
+    return name
+
+
+def _with_column(path: Path, name: str, how: _How) -> str:
+    """The format, unless a column was asked for that it does not have."""
+    if how.column is not None and name not in ("csv", "lengths"):
+        raise FileFormatError(
+            f"{path}: --column belongs to formats csv and lengths, found {how.column!r} with {name}; leave one of them "
+            f"out"
+        )
     return name
 
 
@@ -173,7 +197,7 @@ def _read_parquet(path: Path, columns: RowColumns, how: _How) -> str:
     names = column_names(path)
     shape = dict.fromkeys(names)
     is_text = how.column is None and texts.looks_like_completions(shape) and not plain.looks_like_lengths(shape)
-    name = how.format or ("completions" if is_text else "lengths")
+    name = _with_column(path, how.format or ("completions" if is_text else "lengths"), how)
     if name not in ("completions", "lengths"):
         raise FileFormatError(f"{path}: --format {name} is a text format, found a Parquet file; leave --format out")
     column = how.column
@@ -188,8 +212,9 @@ def _read_parquet(path: Path, columns: RowColumns, how: _How) -> str:
     return name
 
 
-def _detected(path: Path) -> str:
-    """The format that the first lines look like; broken ones are passed over."""
+def _detected(path: Path, column: str | None) -> str:
+    """The format that the first lines look like; broken ones are passed over. Objects whose field of lengths is known
+    are lengths, whoever wrote them."""
     seen = ""
     try:
         for count, (_, text) in enumerate(numbered_lines(path)):
@@ -202,6 +227,8 @@ def _detected(path: Path) -> str:
                     values = as_object(text)
                 except LineError:
                     values = {}
+                if values and column is not None:
+                    return "lengths"
                 for name, looks in _LOOKS:
                     if values and looks(values):
                         return name

@@ -12,6 +12,7 @@ from evenstep.errors import FileFormatError
 from evenstep.experts import RoutedExperts
 from evenstep.files.lines import LineError
 from evenstep.types import Int64Array
+from evenstep.validation import shown
 
 __all__ = ["MAX_ROW_TOKENS", "FoundRow", "ImportedRows", "RowColumns", "SkippedLine"]
 
@@ -109,6 +110,8 @@ class RowColumns:
             raise LineError(
                 "", f"a row must have between 1 and {MAX_ROW_TOKENS} tokens, found {row.length}; leave it out"
             )
+        if row.step is not None and not -(2**63) <= row.step < 2**63:
+            raise LineError("", f"a step must be a 64-bit integer, found {shown(row.step)}; number the trainer's steps")
         if row.routed_experts is not None:
             shape = row.routed_experts.shape[1:]
             if self.expert_shape not in (None, shape):
@@ -118,13 +121,18 @@ class RowColumns:
                     f"{self.expert_shape}, found {shape}; plan the rows of each model by themselves",
                 )
             self.expert_shape = shape
+        kept = row.token_ids if self.keep_token_ids else None
+        try:
+            ids = np.array(kept or (), dtype=np.int32)
+        except OverflowError:
+            highest = max(kept or ())
+            raise LineError("", f"token ids must be within 0 and {2**31 - 1}, found {highest}; correct them") from None
         self.lengths.append(row.length)
         self.rollout_ids.append(row.rollout_id)
         self.group_ids.append(row.group_id)
         self.steps.append(row.step)
         self.num_trained.append(row.num_trained)
-        kept = row.token_ids if self.keep_token_ids else None
-        self.token_ids.append(np.array(kept or (), dtype=np.int32))
+        self.token_ids.append(ids)
         self.routed_experts.append(row.routed_experts if kept else None)
         if kept:
             self.num_kept_tokens += row.length
@@ -175,6 +183,9 @@ class RowColumns:
                 f"format with --format"
             )
         rollouts = list(_rollout_of_each(self.rollout_ids, self.lines))
+        num_steps = len(self.steps) - self.steps.count(None)
+        if 0 < num_steps < len(self.steps):
+            self.note("rows name no step, so the steps of the others are no windows", len(self.steps) - num_steps)
         return ImportedRows(
             format=format_name,
             lengths_R=np.array(self.lengths, dtype=np.int64),

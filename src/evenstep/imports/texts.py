@@ -56,7 +56,7 @@ def completion_rows(values: Mapping[str, Any], bytes_per_token: float) -> Iterat
     found: dict[str, Any] = {
         "group_id": optional_text(values, "group_id", "prompt_id"),
         "rollout_id": optional_text(values, "rollout_id"),
-        "step": int(step) if isinstance(step, int | float) and float(step).is_integer() else None,
+        "step": int(step) if type(step) is int or (type(step) is float and step.is_integer()) else None,
     }
     pair = next((pair for pair in ID_COLUMNS if all(name in values for name in pair)), None)
     if pair is not None:

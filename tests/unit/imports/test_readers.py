@@ -6,13 +6,15 @@
 3. Lengths from text are approximate and counted as such; ids, where a dump has them, are exact.
 4. A broken line names file, line, what must be there, what is, and the fix; skipping lists it and keeps the rest.
 5. No format, no rows, no file, a pickle, a cut-off archive: errors, never rows.
-6. Folders are read in the order of their numbers; files of two formats are not mixed.
+6. Folders are read in the order of their numbers; files of two formats are not mixed; what is hidden is not read.
+7. A column that is asked for is read, or refused; steps that only some rows name are counted.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -399,6 +401,11 @@ def test_half_broken_lengths(text: str, message: str, tmp_path: Path) -> None:
         (b'{"a": 1}\n', r"must look like one of evenstep, .*found \"{"),
         (b"1,2,3\n4,5,6\n", "line 1: must be a header, found the numbers"),
         (b"a,b\n1,2\n", "line 1: a column of lengths must be known by its name .*found 'a', 'b'"),
+        (
+            b"length,id\r10,a\r20,b\r",
+            "line 1: must be a header, found new-line .*; end lines with a line feed",
+        ),
+        ("length,id\n10,a\n".encode("utf-16"), "must be UTF-8 text or Parquet, found UTF-16"),
         (pickle.dumps([1, 2, 3]), "may hold a pickle, which is never loaded"),
         (b"PK\x03\x04", "may hold a pickle"),
         (b"PAR1nonsense", "must be a Parquet file"),
@@ -457,6 +464,80 @@ def test_folders_are_read_by_number(tmp_path: Path) -> None:
     (tmp_path / "step_9" / "STABLE").touch()
     found = import_rows(tmp_path)
     assert [line.split("step_")[1].split("/")[0] for line in found.lines] == ["9"] * 3 + ["10"] * 3
+
+
+def test_what_is_hidden_in_a_folder_is_not_read(tmp_path: Path) -> None:
+    for name in ("a/2.jsonl", "a/10.jsonl", "a/1²2.jsonl", "a/.ipynb_checkpoints/2-checkpoint.jsonl", "a/._2.jsonl"):
+        path = tmp_path / ".dumps" / name  # the folder that was named may be hidden itself
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"length": 3 if name == "a/10.jsonl" else 7})
+    assert sorted(import_rows(tmp_path / ".dumps").lengths_R.tolist()) == [3, 7, 7]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_can_be_read_once_is_refused(kind: str, tmp_path: Path) -> None:
+    path = Path("/dev/zero")
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(FileFormatError, match="must be a file, found a pipe or device"):
+        import_rows(path)
+
+
+def test_a_column_is_read_whoever_wrote_the_file(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "a.jsonl", {"input": "x", "output": "y" * 400, "num": 12, "uid": "g"})
+    found = import_rows(path, column="num")
+    assert (found.format, found.lengths_R.tolist(), found.num_approximate) == ("lengths", [12], 0)
+    assert found.group_ids == ("g",)
+
+
+def test_a_column_that_a_format_has_not_is_refused(tmp_path: Path) -> None:
+    numbers = tmp_path / "a.txt"
+    numbers.write_text("7\n8\n")
+    with pytest.raises(FileFormatError, match="--column belongs to formats csv and lengths, found 'x' with numbers"):
+        import_rows(numbers, column="x")
+    with pytest.raises(FileFormatError, match="found 'x' with verl"):
+        import_rows(DATA / "verl_21.jsonl", column="x", format="verl")
+
+
+def test_steps_that_some_rows_name_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("length,step\n10,1\n20,\n30,2\n")
+    found = import_rows(path)
+    assert found.steps_R is None
+    assert found.notes == ("1 rows name no step, so the steps of the others are no windows",)
+
+
+@pytest.mark.parametrize("digits", [30, 400])
+def test_a_step_beyond_all_integers_is_refused(digits: int, tmp_path: Path) -> None:
+    step = "1" + "0" * digits
+    texts = {
+        "a.csv": f"length,step\n10,{step}\n",
+        "a.jsonl": f'{{"length": 10, "step": {step}}}\n',
+        "b.jsonl": f'{{"prompt": "a", "completion": "b", "step": {step}}}\n',
+    }
+    for name, text in texts.items():
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(FileFormatError, match=rf"{name}, line .: a step must be a 64-bit integer, found 1000"):
+            import_rows(path)
+
+
+def test_a_table_may_hold_long_texts(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'text,length\n"{"x, " * 100_000}",10\nabc,20\n')
+    assert import_rows(path).lengths_R.tolist() == [10, 20]
+
+
+@pytest.mark.parametrize("ids", [{"prompt_ids": (1, 2**31)}, {"output_ids": (2**32 - 1,)}])
+def test_an_id_that_no_vocabulary_has_is_refused(ids: dict[str, Any], tmp_path: Path) -> None:
+    call = {"order": 0, "prompt_ids": (1,), "output_ids": (2,), "logprobs": (-0.5,), "weight_version": 0}
+    call |= {"sampling": {"temperature": 1.0}} | ids
+    line = {"format_version": 1, "kind": "rollout", "rollout_id": "a", "group_id": "g", "prompt_id": "p"}
+    path = write_json(tmp_path / "a.jsonl", line | {"status": "ok", "reward": 1.0, "calls": [call]})
+    with pytest.raises(FileFormatError, match=r"line 1: token ids must be within 0 and 2147483647, found \d{10};"):
+        import_rows(path, keep_token_ids=True)
+    assert import_rows(path).num_rows == 1
 
 
 def test_ids_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
