@@ -36,7 +36,7 @@ class PlansShown:
 
 def plans_shown(folder: Path, windows: Sequence[Metrics]) -> PlansShown:
     """A bounded choice of a run's plans: first and last, the most telling ones, and the rest spread evenly."""
-    stored = {int(path.stem[7:]): path for path in folder.glob("window_*.json") if path.stem[7:].isdigit()}
+    stored = {int(path.stem[7:]): path for path in folder.glob("window_*.json") if path.stem[7:].isdecimal()}
     shown: dict[int, dict[str, Any]] = {}
     problems: list[str] = []
     num_bytes = 0
@@ -46,7 +46,7 @@ def plans_shown(folder: Path, windows: Sequence[Metrics]) -> PlansShown:
             break
         try:
             plan = _plan_json(stored[window], window)
-        except (EvenstepError, OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        except (EvenstepError, OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
             problems.append(f"plans/{stored[window].name}: {shortened(str(error) or type(error).__name__, 300)}")
             continue
         plan["also"] = reused.get(window, [])[:50]
@@ -88,13 +88,13 @@ def _in_order_of_interest(stored: Sequence[int], windows: Sequence[Metrics]) -> 
 
 def _reused(windows: Sequence[Metrics]) -> dict[int, list[int]]:
     """By window of a first epoch the later windows that ran its plan again."""
-    first: dict[Any, list[int]] = {}
+    first: dict[str, list[int]] = {}
     for window in windows:
         if window.get("epoch") == 0:
-            first.setdefault(window.get("collection"), []).append(window["window"])
+            first.setdefault(str(window.get("collection")), []).append(window["window"])
     found: dict[int, list[int]] = {}
     for window in windows:
-        epoch, begun = window.get("epoch"), first.get(window.get("collection"))
+        epoch, begun = window.get("epoch"), first.get(str(window.get("collection")))
         if isinstance(epoch, int) and epoch > 0 and begun:
             found.setdefault(window["window"] - epoch * len(begun), []).append(window["window"])
     return found

@@ -46,7 +46,7 @@ def rollouts_shown(records: RunRecords, decoder: Decoder) -> RolloutsShown:
     """Of collections spread over the run: best, median and worst reward, most segments, and one each that failed, was
     truncated or dropped."""
     files = sorted((records.folder / "rollouts").glob("collection_*.jsonl*"))
-    by_name = {record.get("file"): record for record in records.collections}
+    by_name = {str(record.get("file")): record for record in records.collections}
     shown: dict[int, list[Json]] = {}
     problems: list[str] = []
     num_bytes = num_read = 0
@@ -97,7 +97,7 @@ def _shown(
         item = _rollout_json(rollout, decoder, on_undeclared)
         item["why"] = ", ".join(reasons)
         item["collection"] = record.get("collection") if record is not None else None
-        item["window"] = record.get("first_window") if record is not None else None
+        item["window"] = significant(record.get("first_window")) if record is not None else None
         advantage = advantages.get(rollout.rollout_id)
         item["advantage"] = significant(advantage)
         item["advantageNote"] = _advantage_note(rollout, advantage, why_not, dropped, record is not None)
@@ -121,7 +121,7 @@ def _advantage_note(
 def _advantages(trained: Sequence[Rollout], config: Mapping[str, Any]) -> tuple[Mapping[str, float], str | None]:
     """Advantages from the rewards, where they need nothing else; or why they do."""
     estimator = setting(config, "credit", "estimator")
-    if estimator not in ESTIMATORS:
+    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
         return {}, f"estimator {visible(str(estimator))} gives one per token, not one per rollout"
     if ESTIMATORS[estimator][1]:
         return {}, f"estimator {estimator} whitens over the whole window"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from evenstep.report.text import escaped
 __all__ = ["Card", "cards"]
 
 MAX_REASONS = 12  # of one kind, each with its count
+LARGEST = sys.float_info.max  # a line may hold a whole number beyond it
 TELLING = 2.0  # standard errors
 
 Metrics = Mapping[str, Any]
@@ -42,7 +44,7 @@ def cards(records: RunRecords) -> list[Card]:
 def values_of(windows: Sequence[Metrics], key: str) -> list[float]:
     """A metric's finite numbers over the windows that have it."""
     found = [window.get(key) for window in windows]
-    return [v for v in found if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)]
+    return [v for v in found if isinstance(v, (int, float)) and not isinstance(v, bool) and -LARGEST <= v <= LARGEST]
 
 
 # --- did it learn ---------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def _rests_on(evaluations: Sequence[Metrics], error: float | None) -> Iterator[s
             f"The change's standard error is at most {error:.3f} (for rewards within 0 and 1, tasks taken as "
             "independent)."
         )
-    settings = {tuple(e.get(key) for key in SETTINGS) for e in evaluations}
+    settings = {str([e.get(key) for key in SETTINGS]) for e in evaluations}
     if len(settings) > 1:
         yield "Careful: the evaluations were not all made with the same settings."
     lost = [f"{last[key]} {word}" for key, word in (("eval_num_failed", "failed"), ("eval_num_truncated", "truncated"))

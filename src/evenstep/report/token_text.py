@@ -56,7 +56,10 @@ class TokenizerText:
         return upto[len(before) :] if upto.startswith(before) else self._decoded(token_ids[start:end])
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False) if token_ids else ""
+        try:
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=False) if token_ids else ""
+        except OverflowError:  # an id that no vocabulary has
+            return " ".join(map(str, token_ids))
 
 
 def decoder_for(run_folder: Path, model_path: object) -> Decoder:

@@ -20,6 +20,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -434,6 +435,37 @@ def test_lines_of_another_version(tmp_path: Path) -> None:
     }
     assert any("config.toml is not TOML" in note for note in page.notes)
     assert any("1 lines speak of a window that a later line speaks of" in note for note in page.notes)
+
+
+def test_an_id_that_no_vocabulary_has_is_shown_as_it_is() -> None:
+    class Tokenizer:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+            return "".join(chr(np.uint32(token_id)) for token_id in token_ids)
+
+    assert TokenizerText(Tokenizer(), "").text([97, 98, 2**40], 1, 3) == f"98 {2**40}"
+
+
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("metrics.jsonl", '"eval_num_tasks": ', '"eval_num_tasks": [1], "was": '),
+        ("metrics.jsonl", '"eval_num_tasks": ', f'"eval_num_tasks": {10**400}'),
+        ("metrics.jsonl", '"collection": 0', '"collection": [0]'),
+        ("metrics.jsonl", '"num_rows": ', f'"num_rows": {10**400}'),
+        ("collections.jsonl", '"file": "collection_000000.jsonl.gz"', '"file": {}'),
+        ("collections.jsonl", '"first_window": 0', '"first_window": NaN'),
+        ("config.toml", 'estimator = "', 'estimator = [] # "'),
+        ("plans/window_000000.json", '"num_tokens": ', f'"num_tokens": {10**30}'),
+        ("plans/window_000000.json", '"c0": ', f'"c0": {10**400}'),
+    ],
+)
+def test_a_broken_value_costs_its_place_alone(tmp_path: Path, name: str, old: str, new: str) -> None:
+    path = small_run(tmp_path / "run")
+    (path / "plans" / "window_²².json").write_text("{}")  # no number either
+    text = (path / name).read_text()
+    assert old in text
+    (path / name).write_text(text.replace(old, new))
+    assert page_data(run_page(path).html)["curves"]["first"] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
