@@ -6,11 +6,13 @@
 4. The newest held-out score stands beside every later window, and the time left follows from the windows so far.
 5. The end says what was learned, what a step looked like, and which files are there.
 6. A run may be longer than memory: what is kept of it does not grow but for a few numbers a window.
+7. When the reader of piped output has ended, that is said with the way to go on.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from evenstep.errors import StateError
 from evenstep.report.columns import COLUMNS, GAP, duration, fitting, number
 from evenstep.report.console import HEADER_EVERY, LiveReporter, PlainReporter, make_reporter
 from evenstep.report.history import MAX_SHOWN, History
@@ -202,3 +205,11 @@ def test_a_long_run_is_not_kept_in_memory() -> None:
     said = "\n".join(history.summary("nowhere"))
     assert f"{3 * MAX_SHOWN:,} windows, {3 * MAX_SHOWN - 1:,} optimizer steps".replace(",", "") in said.replace(",", "")
     assert f"rows: {(3 * MAX_SHOWN - 1) / 2:.0f} (0 to {3 * MAX_SHOWN - 1})".replace(",", "") in said.replace(",", "")
+
+
+def test_a_reader_that_has_ended_is_said() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = io.TextIOWrapper(os.fdopen(writing, "wb", buffering=0), write_through=True)
+    with stream, pytest.raises(StateError, match="go on with --resume"):
+        PlainReporter(stream).notice("x")

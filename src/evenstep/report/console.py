@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from evenstep.errors import StateError
 from evenstep.report.columns import COLUMNS, GAP, fitting
 from evenstep.report.history import History
 
@@ -100,8 +101,14 @@ class PlainReporter:
             self._print(line)
 
     def _print(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        except BrokenPipeError:  # a filter may end without a word then, a run may not
+            raise StateError(
+                "a run writes a line per window to its standard output, found that its reader has ended; finished "
+                "windows are on disk: go on with --resume, and send the output to a file"
+            ) from None
 
 
 def aligned(cells: Iterator[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -171,9 +172,12 @@ def load_checkpoint(checkpoint: Path, trained: Mapping[str, Trained]) -> dict[st
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """Raise an interrupt as itself: DCP hands over whatever was raised on any rank as an exception of its own."""
+    """Raise an interrupt as itself: DCP hands over whatever was raised on any rank as an exception of its own. That one
+    process saves alone is no news either."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
     except CheckpointException as error:
         if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
             raise KeyboardInterrupt from error

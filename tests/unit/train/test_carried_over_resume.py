@@ -45,8 +45,6 @@ lr = 1e-3
 NUM_WINDOWS = 6
 TIMINGS = ("tokens_per_second", "peak_memory_bytes", "seconds_generate", "seconds_score", "seconds_train")
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 class StoppedError(Exception):
     pass
