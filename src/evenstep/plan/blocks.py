@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from evenstep.plan.problem import Problem
+from evenstep.plan.problem import Problem, cells_of_runs, running_sums
 from evenstep.types import Int64Array
 
 __all__ = ["Blocks", "cut_cell", "even_runs", "join_blocks", "make_blocks", "put_into_cells"]
@@ -51,12 +51,9 @@ def make_blocks(
     assert trie is not None
     places = np.sort(trie.place_R[positions])
     positions = trie.position_R[places]
-    shared = np.zeros(places.size, dtype=np.int64)
-    shared_costs = np.zeros(places.size, dtype=np.int64)
-    if places.size > 1:
-        shared[1:], shared_costs[1:] = trie.between(places[:-1], places[1:])
-    tokens = _sums(problem.widths_R[positions] - shared)
-    costs = _sums(problem.costs_R[positions] - shared_costs)
+    shared, shared_costs = trie.along(places)
+    tokens = running_sums(problem.widths_R[positions] - shared)
+    costs = running_sums(problem.costs_R[positions] - shared_costs)
     starts = np.array(_cut(shared, tokens.tolist(), limit, max_rows, ratio), dtype=np.int64)
     ends = np.append(starts[1:], places.size)
     return Blocks(
@@ -66,10 +63,6 @@ def make_blocks(
         counts_M=ends - starts,
         nodes_above=_nodes_above(shared[starts], shared_costs[starts]),
     )
-
-
-def _sums(values: Int64Array) -> Int64Array:
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
 
 
 def _cut(shared_R: Int64Array, tokens: list[int], limit: int, max_rows: int, ratio: int | None) -> list[int]:
@@ -151,11 +144,9 @@ def even_runs(problem: Problem, num_cells: int) -> Int64Array | None:
     if num_cells < 1:
         return None
     positions = trie.position_R[places]
-    shared = np.zeros(places.size, dtype=np.int64)
-    shared_costs = np.zeros(places.size, dtype=np.int64)
-    shared[1:], shared_costs[1:] = trie.between(places[:-1], places[1:])
-    tokens = _sums(problem.widths_R[positions] - shared).tolist()
-    costs = _sums(problem.costs_R[positions] - shared_costs).tolist()
+    shared, shared_costs = trie.along(places)
+    tokens = running_sums(problem.widths_R[positions] - shared).tolist()
+    costs = running_sums(problem.costs_R[positions] - shared_costs).tolist()
     most_tokens = tokens[-1] if capacity is None else capacity
     max_rows = problem.room.max_rows or places.size
     begin, begin_cost = shared.tolist(), shared_costs.tolist()
@@ -187,9 +178,7 @@ def even_runs(problem: Problem, num_cells: int) -> Int64Array | None:
             low = middle
         else:
             high, found = middle, trial
-    begins = np.zeros(places.size, dtype=np.int64)
-    begins[found[1:]] = 1
-    cell_of_R[positions] = over + np.cumsum(begins)
+    cell_of_R[positions] = over + cells_of_runs(found, places.size)
     return cell_of_R
 
 
@@ -332,8 +321,8 @@ def cut_cell(problem: Problem, cell: list[int]) -> tuple[list[int], list[int]]:
     assert trie is not None
     places = np.sort(trie.place_R[cell])
     positions = trie.position_R[places]
-    shared_costs = trie.between(places[:-1], places[1:])[1]
-    before = np.cumsum(problem.costs_R[positions] - np.append(0, shared_costs))
-    cost_left, cost_right = before[:-1], before[-1] - before[:-1] + shared_costs
+    _, shared_costs = trie.along(places)
+    before = np.cumsum(problem.costs_R[positions] - shared_costs)
+    cost_left, cost_right = before[:-1], before[-1] - before[:-1] + shared_costs[1:]
     at = int(np.maximum(cost_left, cost_right).argmin()) + 1
     return sorted(positions[:at].tolist()), sorted(positions[at:].tolist())

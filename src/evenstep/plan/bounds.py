@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.plan.problem import Problem
+from evenstep.plan.problem import Problem, running_sums
 from evenstep.plan.profile import heads_and_level
 from evenstep.types import Int64Array
 
@@ -67,7 +67,7 @@ def _fewest_bins(widths_desc: Int64Array, capacity: int) -> int:
     if widths_desc.size == 0:
         return 0
     ascending = widths_desc[::-1]
-    sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ascending)])
+    sums = running_sums(ascending)
     total = int(sums[-1])
     half = int(np.searchsorted(ascending, capacity // 2, side="right"))  # rows above it cannot share with each other
     is_new = np.diff(ascending[:half], prepend=0) > 0
@@ -82,10 +82,6 @@ def _fewest_bins(widths_desc: Int64Array, capacity: int) -> int:
     return max(-(-total // capacity), int((num_heavy + num_middle + extra).max()))
 
 
-def _sums(values: Int64Array) -> Int64Array:
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
-
-
 class TreeBound:
     """What rows of layout ``tree``, all of them or those at some positions, need at least."""
 
@@ -97,13 +93,13 @@ class TreeBound:
         every = np.arange(problem.num_rows) if positions is None else positions
         self.num_rows = int(every.size)
         places = np.sort(trie.place_R[every])
-        self.shared_R, costs = (np.append(0, found) for found in trie.between(places[:-1], places[1:]))
+        self.shared_R, costs = trie.along(places)
         self.cost = int(problem.costs_R[every].sum() - costs.sum())  # of the distinct tokens
         # rows over the budget stand alone, so the others share among themselves
         fitting = np.sort(trie.place_R[every[every >= problem.num_overlong]])
         self.num_alone = self.num_rows - int(fitting.size)
         self.fitting_lengths_R = problem.lengths_R[trie.position_R[fitting]]
-        self.fitting_shared_R = np.append(0, trie.between(fitting[:-1], fitting[1:])[0])[: fitting.size]
+        self.fitting_shared_R, _ = trie.along(fitting)
         self.repeats = self._forced_repeats()
 
     def _forced_repeats(self) -> list[tuple[int, int, int]]:
@@ -115,7 +111,7 @@ class TreeBound:
         if self.capacity is None or self.fitting_shared_R.size < 2:
             return []
         shared = self.fitting_shared_R
-        new = _sums(self.fitting_lengths_R - shared)  # tokens of the first i rows, each less what it shares
+        new = running_sums(self.fitting_lengths_R - shared)  # tokens of the first i rows, each less what it shares
         nodes: list[list[int]] = []  # depth of the node above, its own depth, tokens below it, index of the one above
         stack = [(0, shared.size, 0, -1)]
         while stack:
@@ -148,7 +144,7 @@ class TreeBound:
         by_rows = min(1, shared.size) if max_rows is None else -(-shared.size // max_rows)
         if capacity is None or shared.size == 0:
             return self.num_alone + by_rows
-        needed = int((lengths - shared).sum()) + _sums(np.sort(shared[1:]))  # n = 1, 2, ..., R
+        needed = int((lengths - shared).sum()) + running_sums(np.sort(shared[1:]))  # n = 1, 2, ..., R
         by_tokens = int((needed <= capacity * np.arange(1, shared.size + 1)).argmax()) + 1
         begins = np.maximum(shared, np.append(shared[1:], 0))
         own, least = np.sort(lengths - begins)[::-1], int(begins.min())

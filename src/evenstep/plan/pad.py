@@ -16,10 +16,10 @@ import numpy as np
 
 from evenstep.plan.anneal import Runs, move_cuts
 from evenstep.plan.deal import lockstep_cost
-from evenstep.plan.problem import Problem
+from evenstep.plan.problem import Problem, cells_of_runs
 from evenstep.types import Int64Array
 
-__all__ = ["cut_rows", "cut_to_caps", "runs_of"]
+__all__ = ["cut_rows", "runs_of"]
 
 _TRIAL_CELLS = 50  # what a trial costs besides its cells
 _SUBSET_ROWS = 8192  # caps are searched on about this many rows when there are more
@@ -30,7 +30,7 @@ _SCAN_STAIRS = (30, 60, 100)  # per mille of the last cap between one cap and th
 _PER_MILLE = (800, 850, 900, 940, 970, 985, 992, 996, 998, 1002, 1004, 1008, 1015, 1030, 1060, 1110, 1170, 1250)
 
 
-def cut_to_caps(runs: Runs, caps: list[int]) -> tuple[list[int], list[int]]:
+def _cut_to_caps(runs: Runs, caps: list[int]) -> tuple[list[int], list[int]]:
     """First row of each cell and the cells' costs; ``caps[-1]`` has no limit on its cells, the others W each."""
     costs, most_rows, num_rows = runs.costs, runs.most_rows, len(runs.costs)
     last = caps[-1]
@@ -76,7 +76,7 @@ class _Search:
 
     def try_caps(self, caps: list[int]) -> float:
         """Cost of the cells these caps give, infinite for too large a K; the best caps are kept."""
-        _, costs = cut_to_caps(self.runs, caps)
+        _, costs = _cut_to_caps(self.runs, caps)
         self.num_cells = len(costs)
         num_ranks = self.runs.num_ranks
         num_microbatches = self.problem.round_k(-(-len(costs) // num_ranks))
@@ -119,11 +119,11 @@ class _Search:
 def _least_cap(runs: Runs, num_cells: int, most: int) -> int:
     """Smallest single cap that needs at most ``num_cells`` cells, within 4 per mille; ``most`` where none does."""
     low, high = 0, most
-    if len(cut_to_caps(runs, [high])[0]) > num_cells:
+    if len(_cut_to_caps(runs, [high])[0]) > num_cells:
         return most
     while high - low > max(1, high // 250):
         middle = (low + high) // 2
-        if len(cut_to_caps(runs, [max(1, middle)])[0]) <= num_cells:
+        if len(_cut_to_caps(runs, [max(1, middle)])[0]) <= num_cells:
             high = middle
         else:
             low = middle
@@ -151,15 +151,13 @@ def cut_rows(
         search.climb(work)
         caps = search.caps
     runs = runs_of(problem, 1)
-    starts, _ = cut_to_caps(runs, caps)
+    starts, _ = _cut_to_caps(runs, caps)
     num_microbatches = problem.round_k(-(-len(starts) // problem.num_ranks))
     starts = _split_largest(runs, starts, num_microbatches * problem.num_ranks)
     starts = move_cuts(
         runs, starts, moves=min(moves * 1000 // len(starts), 10 * moves, _MOVES_PER_ROW * problem.num_rows)
     )
-    begins = np.zeros(problem.num_rows, dtype=np.int64)
-    begins[starts[1:]] = 1
-    return np.cumsum(begins), num_microbatches
+    return cells_of_runs(starts, problem.num_rows), num_microbatches
 
 
 def runs_of(problem: Problem, step: int) -> Runs:

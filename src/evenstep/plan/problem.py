@@ -17,7 +17,7 @@ from evenstep.plan.prefixes import SharedPrefixes
 from evenstep.plan.trie import Trie, make_trie
 from evenstep.types import Int64Array
 
-__all__ = ["Problem", "fixed_point_scale", "make_problem"]
+__all__ = ["Problem", "cells_of_runs", "make_problem", "running_sums"]
 
 _MOST_UNITS = 2.0**62
 _COST_BITS = 50  # all cells together cost less than 2**50 units: exact in int64 and in float64
@@ -110,7 +110,19 @@ def _costs_of_lengths(cost: CostModel, lengths: Int64Array, scale: float) -> Int
     return np.where(lengths > 0, np.maximum(1, _to_units(cost, lengths, scale)), 0)
 
 
-def fixed_point_scale(cost: CostModel, room: Room, longest: int, num_rows: int, num_ranks: int) -> float:
+def running_sums(values: Int64Array) -> Int64Array:
+    """[R + 1] Sums of the first 0, 1, ..., R values."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
+
+
+def cells_of_runs(starts: list[int], num_rows: int) -> Int64Array:
+    """[R] Cell of each row where cells are runs of rows, from the first row of each."""
+    begins = np.zeros(num_rows, dtype=np.int64)
+    begins[starts[1:]] = 1
+    return np.cumsum(begins)
+
+
+def _fixed_point_scale(cost: CostModel, room: Room, longest: int, num_rows: int, num_ranks: int) -> float:
     """Power of two that turns costs into integers below ``2**50`` in total."""
     width = room.round_up(np.array([longest], dtype=np.int64))
     if room.bucket is not None:
@@ -148,7 +160,7 @@ def make_problem(
     order = np.lexsort((ties, -lengths))
     lengths = lengths[order]
     widths = room.widths(lengths)
-    scale = fixed_point_scale(cost, room, int(lengths[0]), lengths.size, num_ranks)
+    scale = _fixed_point_scale(cost, room, int(lengths[0]), lengths.size, num_ranks)
     return Problem(
         room=room,
         num_ranks=num_ranks,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evenstep.plan.problem import Problem
+from evenstep.plan.problem import Problem, running_sums
 from evenstep.types import Int64Array
 
 __all__ = ["Profile", "heads_and_level"]
@@ -49,7 +49,7 @@ def heads_and_level(problem: Problem, num_microbatches: int) -> Profile:
         num_long = int(np.searchsorted(-problem.widths_R, -(capacity // 2), side="left"))
         num_columns = min(num_microbatches, max(1, -(-num_long // num_ranks)))
         held = np.concatenate([held, _held(problem, heads[:num_columns], num_long, capacity)])
-        sums = np.concatenate([sums, np.cumsum(heads[:num_columns])])
+        sums = running_sums(heads[:num_columns])
     bounds = sums + np.maximum(0, -((held - total) // num_ranks))
     bound = max(int(bounds.max()), int(costs[0]))
     level, num_heads = _level(heads, bound)
@@ -58,7 +58,7 @@ def heads_and_level(problem: Problem, num_microbatches: int) -> Profile:
 
 def _level(heads_K: Int64Array, bound: int) -> tuple[int, int]:
     """Level of the other columns so that all columns sum to the bound: water filled over the heads."""
-    above = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(heads_K)])
+    above = running_sums(heads_K)
     for num_heads in range(heads_K.size):
         level = -(-(bound - int(above[num_heads])) // (heads_K.size - num_heads))
         if level >= int(heads_K[num_heads]):
@@ -107,11 +107,10 @@ def _by_tokens(problem: Problem, capacity: int, num_cells: int) -> Int64Array:
     """
     num_over = problem.num_overlong
     costs, widths = problem.costs_R[num_over:], problem.widths_R[num_over:]
-    over = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(problem.costs_R[:num_over])])
+    over = running_sums(problem.costs_R[:num_over])
     num_alone = np.minimum(np.arange(1, num_cells + 1), num_over)
     tokens = (np.arange(1, num_cells + 1) - num_alone) * capacity
-    token_sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(widths)])
-    cost_sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(costs)])
+    token_sums, cost_sums = running_sums(widths), running_sums(costs)
     whole = np.searchsorted(token_sums, tokens, side="right") - 1
     part = np.minimum(whole, max(0, widths.size - 1))
     density = costs[part] / widths[part] if widths.size else np.zeros(num_cells)

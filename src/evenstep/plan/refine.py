@@ -15,7 +15,7 @@ from evenstep.plan.anneal import move_cuts
 from evenstep.plan.build import build_plan, placed_as
 from evenstep.plan.exchange import exchange_rows
 from evenstep.plan.pad import runs_of
-from evenstep.plan.problem import Problem
+from evenstep.plan.problem import Problem, cells_of_runs
 from evenstep.plan.request import problem_of, read_lengths
 from evenstep.plan.spread import deal_found
 from evenstep.plan.step_plan import StepPlan
@@ -87,6 +87,4 @@ def _search_on(problem: Problem, cell_of_R: Int64Array, num_microbatches: int, t
         return exchange_rows(problem, cell_of_R, num_microbatches, rounds=_ROUNDS, width=16, first_turn=first)
     first_rows = np.flatnonzero(np.diff(cell_of_R, prepend=-1) != 0)
     starts = move_cuts(runs_of(problem, 1), first_rows.tolist(), moves=_MOVES, seed=turn)
-    begins = np.zeros(problem.num_rows, dtype=np.int64)
-    begins[starts[1:]] = 1
-    return np.cumsum(begins)
+    return cells_of_runs(starts, problem.num_rows)

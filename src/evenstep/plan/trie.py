@@ -43,6 +43,12 @@ class Trie:
             np.minimum(self.least_costs_LR[level, start], self.least_costs_LR[level, end]),
         )
 
+    def along(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """[B] Tokens that the row at each of these ascending places shares with the one before it, and their cost."""
+        tokens, costs = np.zeros_like(places), np.zeros_like(places)
+        tokens[1:], costs[1:] = self.between(places[:-1], places[1:])
+        return tokens, costs
+
     def saved(
         self, cell_of_B: Int64Array, num_cells: int, positions_B: Int64Array | None = None
     ) -> tuple[Int64Array, Int64Array]:
