@@ -241,12 +241,8 @@ def _problem(model: type[Section], prefix: Key, finding: ErrorDetails, sources: 
     if finding["type"] == "missing":
         files = ", ".join(dict.fromkeys(source for source in sources.values() if not source.startswith("--set")))
         return f"`{name}` is required, found no such key in {files or 'any file'}; add it to [{key[0]}]{description}"
-    found = shown(finding["input"])
-    return f"{origin}`{name}` {_toml_words(promise(finding))}, found {found}; {_fix(finding)}{description}"
-
-
-def _toml_words(text: str) -> str:
-    return text.replace("an object", "a table")
+    found, promised = shown(finding["input"]), promise(finding).replace("an object", "a table")
+    return f"{origin}`{name}` {promised}, found {found}; {_fix(finding)}{description}"
 
 
 def _fix(finding: ErrorDetails) -> str:

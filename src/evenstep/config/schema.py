@@ -18,6 +18,17 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class ComponentSection(Section):
+    """Names a component whose own options stand beside its name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The component's options, defaults included."""
+        return dict(self.model_extra or {})
+
+
 class RunSection(Section):
     dir: str = Field(min_length=1, description="the run's folder, relative to where the command is started")
     seed: int = Field(0, ge=0, description="every draw of the run is a function of it")
@@ -35,18 +46,11 @@ class ModelSection(Section):
     )
 
 
-class EnvironmentSection(Section):
-    model_config = ConfigDict(extra="allow")
-
+class EnvironmentSection(ComponentSection):
     name: str = Field(
         description="the environment: one of those below, or a class of your own as `path/to/file.py:ClassName` (from "
         "where the command is started) or `package.module:ClassName`; its own options stand beside this key"
     )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The environment's options, defaults included."""
-        return dict(self.model_extra or {})
 
 
 class RolloutSection(Section):
@@ -186,19 +190,12 @@ class AgentSection(Section):
     )
 
 
-class CompactionSection(Section):
-    model_config = ConfigDict(extra="allow")
-
+class CompactionSection(ComponentSection):
     policy: str = Field(
         "none",
         description="what shortens a full context, or a class of your own, `path/to/file.py:ClassName`; its own "
         "options stand beside this key",
     )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The policy's options, defaults included."""
-        return dict(self.model_extra or {})
 
 
 class CreditSection(Section):
@@ -395,6 +392,11 @@ class Config(Section):
     critic: CriticSection
     checkpoint: CheckpointSection
     evaluation: EvaluationSection
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of the whole run, which is also the most optimizer steps it can take."""
+        return self.run.num_collections * self.train.windows_per_collection * self.train.epochs
 
     @property
     def has_kl_in_reward(self) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from evenstep.config import Config
 from evenstep.errors import CollectionError, FileFormatError
 from evenstep.files import read_rollouts
-from evenstep.rollout.collector import windows_of
+from evenstep.rollout.collector import as_closed, windows_of
+from evenstep.rollout.refill import with_vote
 from evenstep.train.run_folder import RunFolder
 from evenstep.types import Collection, Group, Rollout, Window
 
@@ -104,13 +105,5 @@ def _group(group_id: str, members: Sequence[Rollout], config: Config, where: str
             f"{where}: group {group_id} must have rollout.num_generations = {promised} rollouts, found {len(members)}; "
             f"replay whole groups, with the configuration they were recorded with"
         )
-    is_masked = config.rollout.truncated == "mask"
-    rollouts = tuple(_as_closed(rollout, is_masked=is_masked) for rollout in members)
+    rollouts = tuple(as_closed(with_vote(rollout, config.rollout.truncated)) for rollout in members)
     return Group(group_id=group_id, prompt_id=rollouts[0].prompt_id, rollouts=rollouts)
-
-
-def _as_closed(rollout: Rollout, *, is_masked: bool) -> Rollout:
-    """As a collection closes with it: a failed one without calls, a truncated one without a vote where asked."""
-    if rollout.status == "failed":
-        return replace(rollout, calls=(), reward=None)
-    return replace(rollout, is_masked=True) if is_masked and rollout.status == "truncated" else rollout

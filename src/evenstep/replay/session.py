@@ -247,7 +247,7 @@ class _Replay:
             first_collection=self.state["collection"],
             optimizer_step=self.state["optimizer_step"],
             dtype=planned.dtype,
-            total_windows=self._num_windows_of_run(),
+            total_windows=options.config.num_windows,
             compared=self.compared if planned.role != "timed" else (),
             step_timeout_s=options.step_timeout_s,
             has_own_weights=options.has_own_weights,
@@ -274,10 +274,6 @@ class _Replay:
             return self.work / "oracle" / "config.toml"
         index = 0 if planned.key in NOISE else list(self.options.arms).index(planned.key)
         return self.work / f"arm_{index}" / "config.toml"
-
-    def _num_windows_of_run(self) -> int:
-        config = self.options.config
-        return config.run.num_collections * config.train.windows_per_collection * config.train.epochs
 
     def _say_disk(self, folder: Path) -> None:
         path = folder / "disk.json"
@@ -374,9 +370,7 @@ def _run_of(folder: Path, ended: Ended, timeout_s: float) -> ArmRun:
         places = "; ".join(f"rank {rank} stood in {_place(text)}" for rank, text in stacks.items())
         reason = f"{step}: no progress in {timeout_s:g} s; {places}"
         return ArmRun(steps=steps, status="hung", reason=reason)
-    errors = read_errors(folder)
-    # a rank that lost another one says so; the other one says why
-    causes = [error for error in errors if "connection to another rank was lost" not in error["text"]]
+    causes = read_errors(folder)
     # the launcher ends the other ranks with SIGTERM
     own = {rank: code for rank, code in ended.exit_codes.items() if code != -signal.SIGTERM} or ended.exit_codes
     if causes:

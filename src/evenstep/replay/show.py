@@ -95,7 +95,7 @@ def print_result(result: Mapping[str, Any], stream: IO[str]) -> None:
     console.print(table)
     console.print(LEGEND, style="dim", soft_wrap=True)
     for name, arm in result["arms"].items():
-        for line in _lines(name, arm, result):
+        for line in _lines(name, arm):
             console.print(line, style=None if arm["passed"] else "red", soft_wrap=True)
     if result["limit"] is not None:
         said = "every arm is within it" if result["passed"] else "not every arm passed"
@@ -126,7 +126,7 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _lines(name: str, arm: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[str]:
+def _lines(name: str, arm: Mapping[str, Any]) -> Iterator[str]:
     if arm["problem"] is not None:
         yield f"{name} failed: {arm['problem']}"
     found = arm["first_deviation"]

@@ -55,9 +55,10 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_errors(folder: Path) -> list[dict[str, Any]]:
-    """What ranks said before they ended, the first one first."""
+    """What ranks said before they ended, the first one first; not that they lost another rank, which says why."""
     found = [json.loads(path.read_text()) for path in folder.glob("error.*.json")]
-    return sorted(found, key=lambda error: error["time"])
+    causes = [error for error in found if "connection to another rank was lost" not in error["text"]]
+    return sorted(causes, key=lambda error: error["time"])
 
 
 def read_stacks(folder: Path) -> dict[int, str]:

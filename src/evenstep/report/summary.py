@@ -220,7 +220,8 @@ def _losses(records: RunRecords) -> Card:
     dropped: Counter[str] = Counter()
     for record in records.collections:
         reasons = record.get("dropped")
-        dropped.update(str(reason) for reason in reasons.values()) if isinstance(reasons, dict) else None
+        if isinstance(reasons, dict):
+            dropped.update(map(str, reasons.values()))
     num_dropped = sum(dropped.values())
     nothing = not skipped and not any(
         (totals["num_failed"], totals["num_truncated"], totals["num_replaced"], num_dropped)

@@ -137,8 +137,7 @@ async def run_rollout(
     once was not enough. The rollout is ``truncated`` when it still does not fit, when ``max_calls`` or ``max_segments``
     is reached, or by choice when the episode ends with an output that was cut off; it is then scored as it stands. An
     exception inside the environment, a call of it that takes longer than ``step_timeout_s``, or a reward that is no
-    finite number makes the rollout ``failed``, with the traceback as its
-    ``status_reason``.
+    finite number makes the rollout ``failed``, with the traceback as its ``status_reason``.
 
     Raises:
         EvenstepError: the engine cannot serve a call or answers with what no engine may, or a promise of ours is

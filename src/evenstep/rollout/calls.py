@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -17,7 +18,7 @@ from evenstep.media import Media
 from evenstep.rollout.engine import Completion, Engine, Request, RolloutKey
 from evenstep.types import BreakReason, Call, Sampling
 
-__all__ = ["checked_completion", "is_asked_to_stop", "recorded_call"]
+__all__ = ["checked_completion", "is_asked_to_stop", "num_common", "recorded_call"]
 
 MIN_LOGPROB = math.log(5e-324)  # of the smallest number above 0
 
@@ -120,6 +121,16 @@ def is_asked_to_stop(error: BaseException) -> bool:
     """Whether this is the cancellation of the present task, and not one that foreign code let escape."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def num_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many ids two lists share, from the first on.
+
+    >>> num_common([5, 6, 7], [5, 6, 8, 9])
+    2
+    """
+    pairs = zip(left, right, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def checked_completion(found: Any, where: str, *, max_tokens: int | None, vocab_size: int | None) -> Completion:

@@ -13,10 +13,10 @@ from evenstep.errors import ConfigError
 from evenstep.media import Media, VisionSpec
 from evenstep.rollout.environment import Observation
 
-__all__ = ["ChatRenderer", "ChatTokenizer", "Prompt"]
+__all__ = ["STAND_IN", "ChatRenderer", "ChatTokenizer", "Prompt"]
 
 _MAX_OBSERVATIONS, _MAX_PATCH_BYTES = 1024, 1 << 28  # whose patches are kept: a picture of a megapixel has 24 MB
-_SENTINEL = "evenstepturn"  # stands for an earlier answer; lower-case letters survive every template
+STAND_IN = "evenstepturn"  # for an earlier answer; lower-case letters survive every template
 _SEAM = "\ufdd0"  # where a text is cut before it is tokenised; no character, and in no text
 
 
@@ -201,15 +201,15 @@ class ChatRenderer:
         text = self._rendered(
             [
                 {"role": "user", "content": "x"},
-                {"role": "assistant", "content": _SENTINEL},
+                {"role": "assistant", "content": STAND_IN},
                 {"role": "user", "content": content},
             ]
         )
-        _, found, after = text.partition(_SENTINEL)
+        _, found, after = text.partition(STAND_IN)
         if not found:
             raise ConfigError(
                 f"a chat template must show an assistant's answer as it is, found the rendering {text!r} of a "
-                f"conversation with the answer {_SENTINEL!r}; use another chat template"
+                f"conversation with the answer {STAND_IN!r}; use another chat template"
             )
         return self.encoded(after)
 

@@ -20,6 +20,7 @@ from evenstep.types import Collection, Group, Rollout, Window
 __all__ = [
     "Player",
     "Slot",
+    "as_closed",
     "close_collection",
     "generate_rollouts",
     "group_id_of",
@@ -275,7 +276,7 @@ slots have none: c0/p0/g0; generate them, or give every slot a rollout (one with
         for slot in slots:
             groups[group_id_of(slot)] = [*groups.get(group_id_of(slot), ()), rollout_id_of(slot)]
     group_of = {name: group_id for group_id, names in groups.items() for name in names}
-    by_id = {rollout.rollout_id: _closed(rollout) for rollout in rollouts}
+    by_id = {rollout.rollout_id: as_closed(rollout) for rollout in rollouts}
     promise = (
         f"collection {collection} closes with exactly {num_prompts} × {num_generations} = {len(group_of)} rollouts"
     )
@@ -320,7 +321,8 @@ slots have none: c0/p0/g0; generate them, or give every slot a rollout (one with
     return Collection(collection=collection, groups=tuple(closed))
 
 
-def _closed(rollout: Rollout) -> Rollout:
+def as_closed(rollout: Rollout) -> Rollout:
+    """As a collection holds it: a failed one keeps its slot, without calls and without a reward."""
     return replace(rollout, calls=(), reward=None) if rollout.status == "failed" else rollout
 
 

@@ -16,7 +16,7 @@ from evenstep.experts import RoutedExperts
 from evenstep.media import Media
 from evenstep.types import Sampling
 
-__all__ = ["Barrier", "BatchEngine", "Completion", "Engine", "FinishReason", "Request", "RolloutKey"]
+__all__ = ["Barrier", "BatchEngine", "Completion", "Engine", "FinishReason", "Request", "RolloutKey", "served"]
 
 FinishReason = Literal["stop", "length"]
 RolloutKey = tuple[int, ...]
@@ -66,6 +66,21 @@ class BatchEngine(Engine, Protocol):
     """An engine that serves a whole batch in one blocking call, rows in the order given."""
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+
+def served(engine: BatchEngine, requests: Sequence[Request]) -> list[Completion]:
+    """What an engine answers to a batch.
+
+    Raises:
+        EngineError: not one completion for each request.
+    """
+    completions = engine.generate_batch(requests)
+    if len(completions) != len(requests):
+        raise EngineError(
+            f"an engine must answer each request of a batch, in order, found {len(completions)} completions for "
+            f"{len(requests)} requests; correct its generate_batch()"
+        )
+    return completions
 
 
 class Barrier:
@@ -136,12 +151,7 @@ class Barrier:
         batch = sorted(self._waiting, key=lambda entry: entry[0].rollout_key)
         self._waiting = []
         try:
-            completions = self._engine.generate_batch([request for request, _ in batch])
-            if len(completions) != len(batch):
-                raise EngineError(
-                    f"an engine must answer each request of a batch, in order, found {len(completions)} completions "
-                    f"for {len(batch)} requests; correct its generate_batch()"
-                )
+            completions = served(self._engine, [request for request, _ in batch])
         except Exception as error:  # noqa: BLE001 -- every waiting rollout must hear of it, whatever it is
             for _, future in batch:
                 future.set_exception(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from evenstep.errors import ConfigError, EvenstepError
@@ -141,36 +142,12 @@ def split_of_text(text: str) -> Split:
     return _SPLIT_OF_SHARE[mixed_seed("split", text) % len(_SPLIT_OF_SHARE)]
 
 
-def _ledger() -> type[Environment]:
-    from evenstep.rollout.ledger import Ledger
-
-    return Ledger
-
-
-def _reasoning_gym() -> type[Environment]:
-    from evenstep.rollout.reasoning_tasks import ReasoningTasks
-
-    return ReasoningTasks
-
-
-def _prompts() -> type[Environment]:
-    from evenstep.rollout.prompts import Prompts
-
-    return Prompts
-
-
-def _calculator() -> type[Environment]:
-    from evenstep.rollout.calculator import Calculator
-
-    return Calculator
-
-
 # name in a configuration -> class; looked up when it is used, so that an environment's imports are paid by its users
-ENVIRONMENTS = {
-    "ledger": _ledger,
-    "reasoning_gym": _reasoning_gym,
-    "prompts": _prompts,
-    "calculator": _calculator,
+ENVIRONMENTS: dict[str, Callable[[], type[Environment]]] = {
+    "ledger": partial(own_class, "evenstep.rollout.ledger:Ledger"),
+    "reasoning_gym": partial(own_class, "evenstep.rollout.reasoning_tasks:ReasoningTasks"),
+    "prompts": partial(own_class, "evenstep.rollout.prompts:Prompts"),
+    "calculator": partial(own_class, "evenstep.rollout.calculator:Calculator"),
 }
 
 

@@ -12,7 +12,7 @@ from evenstep.errors import CollectionError
 from evenstep.rollout.collector import Slot, close_collection, group_id_of, group_slots, rollout_id_of
 from evenstep.types import Collection, Rollout
 
-__all__ = ["CollectionBuilder", "RefillOptions"]
+__all__ = ["CollectionBuilder", "RefillOptions", "with_vote"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,11 @@ class _Group:
     place: tuple[int, int]  # carried before own, then in the order asked for
     slots: tuple[Slot, ...] = ()  # none of a carried one
     is_replacement: bool = False
+
+
+def with_vote(rollout: Rollout, truncated: Literal["train", "mask"]) -> Rollout:
+    """The rollout, which does not vote where it is truncated and such ones are masked."""
+    return replace(rollout, is_masked=True) if truncated == "mask" and rollout.status == "truncated" else rollout
 
 
 class CollectionBuilder:
@@ -121,7 +126,7 @@ class CollectionBuilder:
             for name in asked:
                 rollout = waiting.pop(name)
                 self.rollouts.append(rollout)
-                self._by_id[name] = self._with_vote(rollout)
+                self._by_id[name] = with_vote(rollout, self._options.truncated)
             if not self.missing():
                 self._decide()
         if waiting:
@@ -164,7 +169,7 @@ class CollectionBuilder:
                 continue
             names = tuple(rollout.rollout_id for rollout in members)
             self._fit.append(_Group(group_id=group_id, rollout_ids=names, place=(0, len(self._fit))))
-            self._by_id |= {rollout.rollout_id: self._with_vote(rollout) for rollout in members}
+            self._by_id |= {rollout.rollout_id: with_vote(rollout, self._options.truncated) for rollout in members}
 
     def _decide(self) -> None:
         decided, self._pending = self._pending, []
@@ -203,10 +208,6 @@ class CollectionBuilder:
             f"{len(self.dropped)} were dropped: {listed}{' …' if len(self.dropped) > 4 else ''}; raise the budget"
             f"{', or set rollout.on_shortfall = ' + repr('smaller') if self._options.on_shortfall == 'raise' else ''}"
         )
-
-    def _with_vote(self, rollout: Rollout) -> Rollout:
-        is_masked = self._options.truncated == "mask" and rollout.status == "truncated"
-        return replace(rollout, is_masked=True) if is_masked else rollout
 
     def _fresh(self, *, is_replacement: bool = False) -> _Group:
         """A group of the next task."""

@@ -17,9 +17,9 @@ from evenstep.errors import EngineError
 from evenstep.rollout.engine import Completion, Request
 from evenstep.rollout.server_connection import UnavailableError
 from evenstep.rollout.server_options import Expected, Probe, ServerOptions
-from evenstep.rollout.server_pool import FIRST_DELAY_S, MAX_DELAY_S, PROBE_TOKENS, ServerPool
+from evenstep.rollout.server_pool import FIRST_DELAY_S, MAX_DELAY_S, PROBE_TOKENS, ServerPool, probe_length
 
-__all__ = ["PROBE_TOKENS", "Expected", "Probe", "ServerEngine", "ServerOptions"]
+__all__ = ["PROBE_TOKENS", "Expected", "Probe", "ServerEngine", "ServerOptions", "probe_length"]
 
 T = TypeVar("T")
 MAX_TIMEOUTS = 3  # of one call

@@ -24,17 +24,22 @@ from evenstep.rollout.server_sglang import SglangApi
 from evenstep.rollout.server_vllm import VllmApi
 from evenstep.types import Sampling
 
-__all__ = ["FIRST_DELAY_S", "MAX_DELAY_S", "PROBE_TOKENS", "ServerPool"]
+__all__ = ["FIRST_DELAY_S", "MAX_DELAY_S", "PROBE_TOKENS", "ServerPool", "probe_length"]
 
 PREFIX = "evenstep"  # of a stamp: evenstep:run:version:nonce
 ADOPTED, UNNAMED = "evenstep-adopted", "default"  # stamps of weights that no run gave: marked, and as servers start
-ADOPTED_PROMPT = 160  # tokens of the probe of such weights
 HALF_TOLERANCE = 0.1  # nats, between two answers of a server that computes in less than float32
 CLOSE_S = 5.0  # that the end of a run waits for what is under way
 WATCH_S = 1.0  # between looks at servers that nobody asks
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # of the back-off
 MAX_GROUPS = 4096  # whose server is remembered
 PROBE_TOKENS = 16  # that a probe samples
+PROBE_PROMPT = 160  # more than a cache block of any server (128 on the CPU), so that a stale cache shows
+
+
+def probe_length(most: int) -> int:
+    """Prompt tokens of a probe, as many as fit beside its output into ``most``."""
+    return max(1, min(PROBE_PROMPT, most - PROBE_TOKENS))
 
 
 class ServerPool:
@@ -300,7 +305,7 @@ class ServerPool:
         async def look(server: Server) -> None:
             server.stamp = await self._marked(server, await self._api.stamp(server.connection))
             expected = self._options.expected
-            length = max(1, min(ADOPTED_PROMPT, expected.max_context_tokens - PROBE_TOKENS))
+            length = probe_length(expected.max_context_tokens)
             server.probe = await self._probed(server, tuple(at % expected.vocab_size for at in range(length)))
 
         for server in self.servers:

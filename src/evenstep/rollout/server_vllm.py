@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from evenstep.errors import EngineError
+from evenstep.rollout.calls import num_common
 from evenstep.rollout.server_api import (
     Answer,
     ServerFacts,
@@ -111,7 +112,7 @@ class VllmApi:
         if given is not None and list(given) != list(prompt_ids):
             raise EngineError(
                 f"the server at {server.url} must complete the ids that it was given, found a prompt of {len(given)} "
-                f"ids for {len(prompt_ids)}, first different at {_first_difference(given, prompt_ids)}; it truncates "
+                f"ids for {len(prompt_ids)}, first different at {num_common(given, prompt_ids)}; it truncates "
                 f"or re-tokenises: leave truncate_prompt_tokens and prompt templates out"
             )
         logprobs: Any = (choice.get("logprobs") or {}).get("content" if facts.stamps_answers else "token_logprobs")
@@ -160,8 +161,3 @@ class VllmApi:
             await server.post("/update_weight_version", {"new_version": stamp}, timeout_s=timeout_s)
         finally:
             await server.post("/resume", timeout_s=min(timeout_s, RESUME_S))  # also where the run is being ended
-
-
-def _first_difference(given: Sequence[int], asked: Sequence[int]) -> int:
-    pairs = zip(given, asked, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(given), len(asked)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from evenstep.errors import ConfigError, EngineError
-from evenstep.rollout.engine import BatchEngine, Completion, Engine, Request
+from evenstep.errors import ConfigError
+from evenstep.rollout.engine import BatchEngine, Completion, Engine, Request, served
 
 __all__ = ["BackgroundBatches", "in_background"]
 
@@ -56,12 +56,7 @@ class BackgroundBatches:
     async def _serve(self, batch: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
         requests = [request for request, _ in batch]
         try:
-            completions = await asyncio.to_thread(self._engine.generate_batch, requests)
-            if len(completions) != len(batch):
-                raise EngineError(
-                    f"an engine must answer each request of a batch, in order, found {len(completions)} completions "
-                    f"for {len(batch)} requests; correct its generate_batch()"
-                )
+            completions = await asyncio.to_thread(served, self._engine, requests)
         except Exception as error:  # noqa: BLE001 -- every waiting caller must hear of it, whatever it is
             for _, future in batch:
                 if not future.done():

@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from evenstep.rollout.chat import ChatRenderer, ChatTokenizer
+from evenstep.rollout.chat import STAND_IN, ChatRenderer, ChatTokenizer
 from evenstep.serve.refusals import RefusedError
 from evenstep.serve.tool_calls import ToolCall, is_sendable
 
 __all__ = ["Conversations", "Message", "ToolTokenizer"]
-
-_STAND_IN = "evenstepturn"  # lower-case letters survive every template
 
 
 class ToolTokenizer(ChatTokenizer, Protocol):
@@ -204,7 +202,7 @@ class Conversations:
 def _stand_in(messages: Sequence[Message]) -> str:
     """A text that no message has."""
     texts = "\0".join(message.content for message in messages)
-    stand_in = _STAND_IN
+    stand_in = STAND_IN
     while stand_in in texts:
         stand_in += "q"
     return stand_in

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evenstep.rollout.calls import num_common
 from evenstep.rollout.chat import ChatTokenizer
 from evenstep.serve.conversation import Message
 from evenstep.serve.refusals import RefusedError
@@ -113,7 +114,7 @@ class History:
         before = [one for one in self.turns if not one.is_rejected]
         closest, at = before[0], -1
         for one in before:
-            common = _num_common(turn.prompt_ids, one.view or one.prompt_ids)
+            common = num_common(turn.prompt_ids, one.view or one.prompt_ids)
             if common >= at:
                 closest, at = one, common
         view = closest.view
@@ -141,9 +142,3 @@ class History:
 
 def _token(tokenizer: ChatTokenizer, ids: Sequence[int], at: int, end: str) -> str:
     return end if at >= len(ids) else f"{ids[at]} ({tokenizer.decode([ids[at]], skip_special_tokens=False)!r})"
-
-
-def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
-    return next(
-        (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-    )

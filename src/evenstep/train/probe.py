@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from evenstep.errors import EngineError
 from evenstep.rollout.in_process import cache_argument
-from evenstep.rollout.server import PROBE_TOKENS, Probe
+from evenstep.rollout.server import Probe, probe_length
 from evenstep.train.scorer import Scorer
 from evenstep.types import Row
 
 __all__ = ["check_probes", "probe_prompt"]
 
-PROMPT_TOKENS = 160  # more than a cache block of any server (128 on the CPU), so that a stale cache shows
 BLOCKS = (128, 64, 32, 16)  # sizes of cache blocks
 FOUND = 0.2  # an explanation leaves at most this share of the difference
 
@@ -33,8 +32,8 @@ def probe_prompt(*, vocab_size: int, most: int, seed: int) -> tuple[int, ...]:
     >>> len(probe_prompt(vocab_size=49, most=512, seed=0)), len(probe_prompt(vocab_size=49, most=64, seed=0))
     (160, 48)
     """
-    length = max(1, min(PROMPT_TOKENS, most - PROBE_TOKENS))
-    return tuple(np.random.Generator(np.random.Philox(key=seed)).integers(0, vocab_size, length).tolist())
+    draw = np.random.Generator(np.random.Philox(key=seed))
+    return tuple(draw.integers(0, vocab_size, probe_length(most)).tolist())
 
 
 def check_probes(

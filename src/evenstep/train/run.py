@@ -98,7 +98,7 @@ class _Run:
                 {
                     "num_ranks": self.num_ranks,
                     "num_parameters": self.models.num_parameters,
-                    "num_windows": self.num_windows,
+                    "num_windows": config.num_windows,
                     "first_window": self.counters.window,
                     "folder": str(self.files.path),
                     "evaluations": self.evaluations,
@@ -120,12 +120,6 @@ class _Run:
         if self.reporter:
             self._write_page()
             self.reporter.finish({"folder": str(self.files.path), "evaluations": self.evaluations})
-
-    @property
-    def num_windows(self) -> int:
-        """Windows of the whole run, which is also the most optimizer steps it can take."""
-        train = self.config.train
-        return self.config.run.num_collections * train.windows_per_collection * train.epochs
 
     def _train_collection(self) -> None:
         started = time.perf_counter()
@@ -222,7 +216,7 @@ class _Run:
             peak=train.lr,
             schedule=train.schedule,
             warmup_steps=train.warmup_steps,
-            total_steps=self.num_windows,
+            total_steps=self.config.num_windows,
         )
         counters = {"window": self.counters.window, "optimizer_step": self.counters.optimizer_step, "lr": rate}
         if prepared is None:

@@ -220,7 +220,7 @@ class _Tuning:
             raise ReplayStopped(ended.stop_signal)
         found = read_measured(folder)
         if ended.exit_codes:
-            errors = [e for e in read_errors(folder) if "connection to another rank was lost" not in e["text"]]
+            errors = read_errors(folder)
             codes = ", ".join(f"rank {rank}: {code}" for rank, code in sorted(ended.exit_codes.items()))
             why = f"{errors[0]['type']}: {errors[0]['text']}" if errors else f"exit codes {codes}"
             is_memory = errors[0]["is_oom"] if errors else -9 in ended.exit_codes.values()
