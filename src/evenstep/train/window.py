@@ -83,8 +83,7 @@ def prepare_window(
         RowError: no rows, an id outside the vocabulary, a per-token field that only some rows carry, or images or
             experts that are not the model's.
         CreditError, PlanError: see ``count_window``, ``row_weights``, ``plan_step``; images in layout ``tree``; a
-            micro-batch in which rotary
-            angles of one row would depend on another one's length, or on padding.
+            micro-batch in which rotary angles of one row would depend on another one's length, or on padding.
     """
     if not rows:
         raise RowError(
@@ -143,6 +142,8 @@ def prepare_window(
         prefixes = prefixes if layout == "tree" else None
         lengths = _lengths(rows, layout, options, budget, blank)
         plan = plan_step(lengths, windows=None, layout=layout, prefixes=prefixes, max_tokens_per_gpu=budget, **settings)
+    if blank:
+        _require_room_for_blanks(plan, blank)
     if rotary_limit is not None:
         _require_own_angles(plan, rows, *rotary_limit)
     segments = list(counts.rows_per_rollout.values())
@@ -196,6 +197,16 @@ def _lengths(rows: Sequence[Row], layout: Layout, options: StepOptions, budget: 
     if layout != "fixed" and room.capacity is not None:
         lengths_R = np.minimum(lengths_R, np.maximum(room.alone(tokens_R) + patches_R, room.capacity))
     return lengths_R.tolist()
+
+
+def _require_room_for_blanks(plan: StepPlan, blank: int) -> None:
+    """A micro-batch without rows runs a blank image beside its filler's tokens, of which the planner does not know."""
+    room, num_empty = plan.room, sum(not cell for rank in plan.cells for cell in rank)
+    if num_empty and room.budget is not None and room.filler_footprint + blank > room.budget:
+        raise PlanError(
+            f"{num_empty} micro-batches have no row and need a filler of {room.filler_footprint} tokens with a blank "
+            f"image of {blank} patches, found a budget of {room.budget}; raise max_tokens_per_gpu or use fewer ranks"
+        )
 
 
 def check_images(rows: Sequence[Row], vision: VisionSpec | None, layout: str) -> bool:

@@ -2,7 +2,7 @@
 
 1. No micro-batch computes more tokens and patches than the budget, in layouts, multiples, budgets and bucket ladders
    drawn at random: with the blank image of micro-batches that have none, and with widths on rungs. By each row's tokens
-   and patches some would.
+   and patches some would. A budget below a filler with its blank image is refused where one is needed.
 2. A plan's file has the lengths that the plan took, so that it can be checked, drawn and measured from the file alone.
 """
 
@@ -104,6 +104,20 @@ def test_a_row_that_fits_alone_is_not_overlong() -> None:
     window = prepared([row], layout="packed", max_tokens_per_gpu=27, bucket=0.4)
     assert not window.plan.overlong
     assert most_computed(window)[0] <= 27
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_filler_has_room_for_its_blank_image(layout: str) -> None:
+    # on two ranks one row leaves a filler: 2 tokens, rounded up to 8, and a blank image of 4 patches
+    options: dict[str, Any] = {"layout": layout, "pad_to_multiple": 8}
+    row, other = (tiny.row_of(name, 1, tiny.picture(0), 2) for name in "rs")
+    window = prepared([row], max_tokens_per_gpu=12, **options)
+    assert window.plan.stats.num_fillers == 1
+    assert most_computed(window)[0] == 12
+    with pytest.raises(PlanError, match=r"a filler of 8 tokens with a blank image of 4 patches, found a budget of 11"):
+        prepared([row], max_tokens_per_gpu=11, **options)
+    prepared([row, other], max_tokens_per_gpu=11, **options)  # overlong, and no filler
+    prepared([tiny.row_of("text", 1, 2, 3)], max_tokens_per_gpu=8, **options)  # no image anywhere
 
 
 # ------------------------------------------------------------------------------------------------ files
