@@ -16,6 +16,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import threading
 from pathlib import Path
@@ -38,7 +39,7 @@ from evenstep.files import (
     write_rows,
 )
 from evenstep.files.lines import CallObject, LengthsLine, RolloutLine, RowLine, SamplingObject
-from evenstep.files.writing import write_text
+from evenstep.files.writing import check_place, write_text
 from evenstep.types import BREAK_REASONS, Call, Rollout, Sampling
 from evenstep.validation import MAX_DEPTH
 
@@ -533,3 +534,20 @@ def test_an_id_beyond_all_integers_is_refused(tmp_path: Path) -> None:
     call = Call(order=0, prompt_ids=(5, 2**63), output_ids=(7,), logprobs=(-0.5,))
     with pytest.raises(FileFormatError, match=r"field `calls\[0\].prompt_ids\[1\]`: must be < 9223372036854775808"):
         write_rollouts(tmp_path / "a.jsonl", [make_rollout(calls=(call,))])
+
+
+def test_8_a_place_is_judged_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "absent" / "a.json", "No such file or directory"),
+        (tmp_path / "file" / "a.json", "Not a directory"),
+    ):
+        with pytest.raises(FileFormatError, match=re.escape(f"{place}: cannot be written there ({reason})")):
+            check_place(place)
+    with pytest.raises(FileFormatError, match="Not a directory"):
+        check_place(tmp_path / "file" / "b" / "a.json", makes_folders=True)
+    check_place(tmp_path / "absent" / "b" / "a.json", makes_folders=True)
+    for place in (None, tmp_path / "file", tmp_path / "new", Path("/dev/stdout")):
+        check_place(place)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file"]

@@ -84,6 +84,7 @@ def plan(
     with short_errors(debug=debug):
         from evenstep.dry_run.summary import dry_run
         from evenstep.errors import PlanError
+        from evenstep.files.writing import check_place
         from evenstep.imports import import_rows
         from evenstep.imports.own import is_run_folder
         from evenstep.report.plan_table import print_dry_run
@@ -103,6 +104,8 @@ def plan(
             pad_to_multiple=pad_to_multiple,
             effort=effort,
         )
+        for place in (out, picture, trace):
+            check_place(place)
         logging.getLogger("evenstep.plan").setLevel(logging.ERROR)  # the table counts over-long rows
         rows = import_rows(
             *files,

@@ -50,7 +50,10 @@ def replay(
     dtype: Annotated[Dtype, typer.Option(help="Of parameters, gradients and moments.")] = Dtype.float32,
     steps: Annotated[int | None, typer.Option(help="Windows to replay; default: all that were recorded.")] = None,
     repeats: Annotated[int, typer.Option(help="Times that each arm runs, in turn; times are medians over all.")] = 1,
-    warmup: Annotated[int, typer.Option(help="First steps of each run of an arm that are in no time.")] = 1,
+    warmup: Annotated[
+        int | None,
+        typer.Option(help="First steps of each run of an arm that are in no time; default: 1, of a single step none."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the permutations behind the noise floor.")] = 0,
     max_rel: Annotated[
         float | None,
@@ -96,12 +99,14 @@ def replay(
     """
     with short_errors(debug=debug):
         from evenstep.errors import ConfigError
+        from evenstep.files.writing import check_place
         from evenstep.preflight import check_extra, check_model, check_ranks
         from evenstep.replay.recorded import is_run_folder
         from evenstep.replay.session import ReplayOptions, write_result
         from evenstep.replay.session import replay as run_replay
         from evenstep.replay.show import make_progress, print_result
 
+        check_place(json_path, makes_folders=True)
         config = _config(source, configs or [], overrides or [], model)
         check_extra("train")
         if ranks is not None:

@@ -49,12 +49,14 @@ def tune(
     """
     with short_errors(debug=debug):
         from evenstep.config import load_config
-        from evenstep.files.writing import write_text
+        from evenstep.files.writing import check_place, write_text
         from evenstep.preflight import check_extra, check_model, check_ranks
         from evenstep.replay.session import write_result
         from evenstep.tune.session import TuneOptions, machine_memory_bytes, overlay, parse_bytes
         from evenstep.tune.session import tune as run_tune
 
+        check_place(out)
+        check_place(json_path, makes_folders=True)
         config = load_config(configs, [*(overrides or []), f"plan.max_tokens_per_gpu={PLACEHOLDER}"])
         limit = None if memory is None else parse_bytes(memory)
         check_extra("train")

@@ -112,9 +112,39 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     try:
         _write(Path(path), [text.encode(errors="backslashreplace")])
     except OSError as error:
-        raise FileFormatError(
-            f"{path}: cannot be written there ({error.strerror}); make the folder, free space, or name another place"
-        ) from None
+        raise _refusal(path, error.strerror) from None
+
+
+def check_place(path: Path | None, *, makes_folders: bool = False) -> None:
+    """Refuse a place that `write_text` cannot write to, before the work whose result belongs there.
+
+    Args:
+        path: None is no place, and fine.
+        makes_folders: its folders are made when it is written.
+
+    Raises:
+        FileFormatError: it is a folder, or in none that can be written.
+    """
+    if path is None:
+        return
+    folder = path.parent
+    while makes_folders and not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    number = 0
+    if path.is_dir():
+        number = errno.EISDIR
+    elif not folder.is_dir():
+        number = errno.ENOTDIR if folder.exists() else errno.ENOENT
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        number = errno.EACCES
+    if number:
+        raise _refusal(path, os.strerror(number))
+
+
+def _refusal(path: str | os.PathLike[str], reason: str | None) -> FileFormatError:
+    return FileFormatError(
+        f"{path}: cannot be written there ({reason}); make the folder, free space, or name another place"
+    )
 
 
 def _write(path: Path, lines: Iterable[bytes]) -> None:

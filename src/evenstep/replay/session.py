@@ -69,7 +69,7 @@ class ReplayOptions:
     dtype: Literal["float32", "float64"] = "float32"
     num_steps: int | None = None  # None: all that were recorded
     repeats: int = 1  # launches of each arm
-    warmup: int = 1  # steps of each launch that are in no time
+    warmup: int | None = None  # steps of each launch that are in no time; None: 1, of a single step 0
     seed: int = 0  # of the noise arm's permutations
     max_rel: float | None = None  # largest relative gradient difference of an arm that passes
     has_oracle: bool = False  # also against float64, one row at a time, on one rank
@@ -197,9 +197,10 @@ class _Replay:
                 f"--steps {options.num_steps}: found {len(self.windows)} windows in {options.source}; ask for at most "
                 f"that many"
             )
-        if options.warmup >= len(self.windows):
+        self.warmup = min(1, len(self.windows) - 1) if options.warmup is None else options.warmup
+        if self.warmup >= len(self.windows):
             raise ConfigError(
-                f"--warmup must leave a step to be timed, found {options.warmup} of {len(self.windows)} steps; lower it"
+                f"--warmup must leave a step to be timed, found {self.warmup} of {len(self.windows)} steps; lower it"
             )
         if recording.num_unused_rollouts:
             self.progress.notice(
@@ -299,11 +300,11 @@ class _Replay:
                 runs[name],
                 reference,
                 num_steps=num_steps,
-                warmup=options.warmup,
+                warmup=self.warmup,
                 against=None if is_first else REFERENCE,
             )
         noise = {
-            NOISE[key]: summary(runs[key], reference, num_steps=num_steps, warmup=options.warmup, against=REFERENCE)
+            NOISE[key]: summary(runs[key], reference, num_steps=num_steps, warmup=self.warmup, against=REFERENCE)
             for key in NOISE
         }
         noise_measured = measured_noise(noise.values())
@@ -331,7 +332,7 @@ class _Replay:
             "num_steps": num_steps,
             "num_steps_compared": len(self.compared),
             "repeats": options.repeats,
-            "warmup": options.warmup,
+            "warmup": self.warmup,
             "seed": options.seed,
             "own_weights": options.has_own_weights,
             "max_rel": options.max_rel,
@@ -353,7 +354,7 @@ class _Replay:
         for name, arm in arms.items():
             is_first = name == self.options.arms[0]
             one, other, against = (oracle, runs[name], REFERENCE) if is_first else (runs[name], oracle, ORACLE)
-            figures = summary(one, other, num_steps=num_steps, warmup=self.options.warmup, against=against)
+            figures = summary(one, other, num_steps=num_steps, warmup=self.warmup, against=against)
             arm["against_oracle"] = {key: figures[key] for key in keys}
             if oracle[0].status != "ok":
                 arm["against_oracle"]["reason"] = f"the oracle did not finish: {oracle[0].reason}"

@@ -133,6 +133,12 @@ def test_whitening_weighs_by_trained_tokens(tmp_path: Path) -> None:
     assert all(step["grad_norm"] > 1e-3 for step in steps)
 
 
+def test_a_single_step_is_timed(tmp_path: Path) -> None:
+    result, _ = run(options(tmp_path, "padded", num_ranks=1, num_steps=1))
+    assert result["warmup"] == 0
+    assert result["arms"]["padded"]["step_seconds_median"] > 0
+
+
 def test_equal_arms_and_a_wrong_normaliser(tmp_path: Path) -> None:
     wrong = "padded,credit.normaliser=rollout"
     result, said = run(options(tmp_path, "fixed", "packed,max_tokens_per_gpu=48", "auto", wrong))
