@@ -10,7 +10,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
 import resource
 import subprocess
@@ -200,3 +203,25 @@ def test_help_teaches() -> None:
     for name in FORMATS:
         assert name in text, f"{name} is not in the help"
     assert "Exit codes:" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_figure_is_cut_on_a_terminal(width: int) -> None:
+    """Whatever its width: what does not fit into a table stands in plain lines."""
+    master, terminal = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(width), "TERM": "xterm"}
+    arguments = ("--compare", "--windows", "64", "--layout", "padded")
+    command = [sys.executable, "-m", "evenstep", "plan", str(EXAMPLE), *arguments]
+    with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=environment) as process:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal is gone with the process
+            while data := os.read(master, 4096):
+                shown += data
+    os.close(master)
+    assert process.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode())
+    for figure in ("32,768", "dynamic-batching proposal", "90.5%", "1.00×", "lockstep"):
+        assert figure in text
+    assert "…" not in text
+    assert ("│" in text) == (width == 200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ MAX_ROW_TOKENS = 2**31 - 1  # the planner's own limit
 MAX_KEPT_TOKENS = 50_000_000  # 200 MB of ids; beyond it only lengths are kept
 MAX_KEPT_EXPERT_BYTES = 2_000_000_000
 TokenIds = npt.NDArray[np.int32]
+NameT = TypeVar("NameT", str, str | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ class RowColumns:
                 f"{source}: must hold at least one row, found {found}{first}{left_out}; check the file, or name its "
                 f"format with --format"
             )
-        rollouts = list(_rollout_of_each(self.rollout_ids, self.lines))
+        rollouts = _told_apart(list(_rollout_of_each(self.rollout_ids, self.lines)), self.steps)
         num_steps = len(self.steps) - self.steps.count(None)
         if 0 < num_steps < len(self.steps):
             self.note("rows name no step, so the steps of the others are no windows", len(self.steps) - num_steps)
@@ -190,7 +192,7 @@ class RowColumns:
             format=format_name,
             lengths_R=np.array(self.lengths, dtype=np.int64),
             rollout_ids=tuple(rollouts),
-            group_ids=_all_or_none(self.group_ids, rollouts),
+            group_ids=_all_or_none(_told_apart(self.group_ids, self.steps), rollouts),
             steps_R=_all_numbers(self.steps),
             num_trained_R=_all_numbers(self.num_trained),
             token_ids=tuple(self.token_ids) if self.num_kept_tokens else None,
@@ -209,6 +211,16 @@ def _rollout_of_each(names: Sequence[str | None], lines: Sequence[str]) -> Itera
         if lines[i] != lines[first]:
             first = i
         yield f"row {first}" if name is None else name
+
+
+def _told_apart(names: Sequence[NameT], steps: Sequence[int | None]) -> list[NameT]:
+    """The names, with their steps where one comes again in another step: many trainers number from 0 in each."""
+    step_of: dict[Any, int | None] = {}
+    if None in steps or all(step_of.setdefault(name, step) == step for name, step in zip(names, steps, strict=True)):
+        return list(names)
+    return [
+        name if name is None else cast(NameT, f"step {step}, {name}") for name, step in zip(names, steps, strict=True)
+    ]
 
 
 def _all_or_none(groups: Sequence[str | None], rollouts: Sequence[str]) -> tuple[str, ...] | None:

@@ -264,13 +264,18 @@ def print_dry_run(run: DryRun, echo: Callable[[str], None], *, has_windows: bool
         return table
 
     console = Console(highlight=False)
+    tables = [table_of(table_cells(run), [column.is_left for column in _columns(run)])]
+    if has_windows:
+        tables.append(table_of(window_cells(run), [True]))
+    boundless = console.options.update(max_width=1 << 20)
+    if any(console.measure(table, options=boundless).maximum > console.width for table in tables):
+        echo("\n".join(lines))  # rich would cut figures to make it fit
+        return
     for text in _head(run):
         console.print(text, markup=False, style="yellow" if text.startswith(("APPROXIMATE", "skipped")) else None)
-    console.print()
-    console.print(table_of(table_cells(run), [column.is_left for column in _columns(run)]))
-    if has_windows:
+    for table in tables:
         console.print()
-        console.print(table_of(window_cells(run), [True]))
+        console.print(table)
     console.print()
     for text in [*_refusals(run), *_legend(run)]:
         console.print(text, markup=False, style="dim")

@@ -500,6 +500,16 @@ def test_a_column_that_a_format_has_not_is_refused(tmp_path: Path) -> None:
         import_rows(DATA / "verl_21.jsonl", column="x", format="verl")
 
 
+def test_names_that_come_again_in_another_step_are_others(tmp_path: Path) -> None:
+    values = [{"length": 7, "rollout_id": i // 2, "group_id": 0, "step": step} for step in (1, 2) for i in range(4)]
+    found = import_rows(write_json(tmp_path / "a.jsonl", *values))
+    assert len(set(found.rollout_ids)) == 4
+    assert found.group_ids == ("step 1, 0",) * 4 + ("step 2, 0",) * 4
+    once = [value | {"rollout_id": f"{value['step']}/{value['rollout_id']}"} for value in values]
+    found = import_rows(write_json(tmp_path / "a.jsonl", *once))
+    assert found.rollout_ids[:3] == ("1/0", "1/0", "1/1")
+
+
 def test_steps_that_some_rows_name_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("length,step\n10,1\n20,\n30,2\n")
