@@ -92,6 +92,9 @@ def print_result(result: Mapping[str, Any], stream: IO[str]) -> None:
     for name, arm in result["arms"].items():
         table.add_row(*_cells(name, arm, result["num_steps"]), style=None if arm["passed"] else "red")
     table.add_row(*_cells("noise floor", result["noise_floor"], result["num_steps"]), style="dim")
+    needed = console.measure(table, options=console.options.update(max_width=1 << 20)).maximum
+    if needed > console.width:  # a terminal folds what is too long, rich would cut figures
+        console = Console(file=stream, highlight=False, markup=False, width=needed)
     console.print(table)
     console.print(LEGEND, style="dim", soft_wrap=True)
     for name, arm in result["arms"].items():
