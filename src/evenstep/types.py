@@ -107,9 +107,21 @@ class Sampling:
         return next((f"{name} = {settings[name]}" for name in cut), None)
 
 
+def _kept(values: Any) -> tuple[Any, ...]:
+    """The values as they are now: a list may be one that its owner goes on filling."""
+    if isinstance(values, tuple):
+        return values  # pyright: ignore[reportUnknownVariableType]
+    if hasattr(values, "__array__"):
+        values = np.asarray(values).tolist()  # in Python's own numbers
+    return tuple(values)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One model call inside a rollout: exact ids in, exact ids and log-probs out."""
+    """One model call inside a rollout: exact ids in, exact ids and log-probs out.
+
+    Lists and arrays are accepted and kept as tuples.
+    """
 
     order: int  # position among the rollout's calls, unique in the rollout
     prompt_ids: tuple[int, ...]  # [T_prompt] everything the model was given
@@ -125,6 +137,10 @@ class Call:
     # of the last tokens of prompt and output together, as many as it speaks of; None: of none
     routed_experts: RoutedExperts | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_ids", "output_ids", "logprobs", "media"):
+            object.__setattr__(self, name, _kept(self.__getattribute__(name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +158,9 @@ class Rollout:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     # truncated and left out by choice; decided when a collection closes, and not stored
     is_masked: bool = field(default=False, metadata={"is_stored": False})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", _kept(self.calls))
 
     @property
     def sampled_calls(self) -> tuple[Call, ...]:

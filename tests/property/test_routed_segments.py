@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.experts import UNKNOWN, RoutedExperts
+from evenstep.rollout.call_tree import call_tree
 from evenstep.rollout.calls import recorded_call
 from evenstep.rollout.engine import Completion, Request
 from evenstep.rollout.segments import rows_of
@@ -121,9 +122,11 @@ def test_experts_of_rows(plan: list[tuple[int, list[int], list[int], int]]) -> N
 
 def expected(calls: list[Call], end: Call) -> list[list[list[int]]]:
     view = end.prompt_ids + end.output_ids
-    chain = [end]
-    while chain[0].parent is not None and chain[0].break_reason is None:
-        chain.insert(0, calls[chain[0].parent])
+    # over few ids a prompt may begin, by accident, with what another call left: the tree says which it continues
+    nodes = call_tree(Rollout(rollout_id="r", group_id="g", prompt_id="p", reward=0.0, calls=tuple(calls)))
+    chain, parent = [end], nodes[end.order].parent
+    while parent is not None:
+        chain, parent = [calls[parent], *chain], nodes[parent].parent
     experts: list[list[list[int]]] = []
     for t in range(len(view)):
         first = next((call for call in chain if t < len(call.prompt_ids) + len(call.output_ids) - 1), None)

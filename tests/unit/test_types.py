@@ -1,15 +1,19 @@
-"""Locks: a row is what it was made of, whatever the caller does with the arrays later, and those stay the caller's."""
+"""Locks: a row, a call and a rollout are what they were made of, whatever the caller does with the lists and arrays
+later, and those stay the caller's."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from evenstep import Row
+from evenstep import Call, Rollout, Row
 from evenstep.errors import RowError
+from evenstep.files import read_rollouts, write_rollouts
+from evenstep.rollout.segments import segments_of
 from evenstep.types import PER_TOKEN_FIELDS
 
 
@@ -50,3 +54,30 @@ def test_minus_one_of_an_unsigned_type_is_no_token() -> None:
     ids = np.array([5, 6, -1], dtype=np.int64).astype(np.uint64)
     with pytest.raises(RowError, match="token_ids must be below 9223372036854775808, found 18446744073709551615"):
         Row(row_id="a", rollout_id="r", group_id="g", token_ids=ids, loss_mask=[0, 0, 1])
+
+
+def test_a_history_that_goes_on_changes_no_call() -> None:
+    history, calls = [1, 2], list[Call]()
+    rollout = Rollout(rollout_id="r", group_id="g", prompt_id="p", reward=1.0, calls=calls)  # type: ignore[arg-type]
+    for order, (output, tool) in enumerate([([3, 4], [5]), ([6], [7]), ([8], [])]):
+        logprobs = [-0.5] * len(output)
+        calls.append(Call(order=order, prompt_ids=history, output_ids=output, logprobs=logprobs))  # type: ignore[arg-type]
+        history += output  # in place, as an agent does
+        history += tool
+        output.clear()
+        logprobs.clear()
+    assert rollout.calls == ()
+    rollout = Rollout(rollout_id="r", group_id="g", prompt_id="p", reward=1.0, calls=calls)  # type: ignore[arg-type]
+    (segment,) = segments_of(rollout)
+    assert segment.token_ids == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert segment.loss_mask == (0, 0, 1, 1, 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, iter, torch.tensor])
+def test_a_call_of_other_sequences_is_the_same_call(tmp_path: Path, kind: Any) -> None:
+    plain = Call(order=0, prompt_ids=(1, 2), output_ids=(3, 4), logprobs=(-0.5, -0.25))
+    made = Call(order=0, prompt_ids=kind([1, 2]), output_ids=kind([3, 4]), logprobs=kind([-0.5, -0.25]))
+    assert made == plain
+    rollout = Rollout(rollout_id="r", group_id="g", prompt_id="p", reward=1.0, calls=(made,))
+    write_rollouts(tmp_path / "a.jsonl", [rollout])
+    assert list(read_rollouts(tmp_path / "a.jsonl")) == [rollout]

@@ -121,9 +121,7 @@ def _checked(call: Call, rollout: Rollout) -> Call:
             f"rollout {rollout.rollout_id!r}, call {call.order}: one log-prob per sampled token was promised, found "
             f"{len(call.logprobs)} log-probs for {len(call.output_ids)} tokens; record both from the same answer"
         )
-    if isinstance(call.prompt_ids, tuple) and isinstance(call.output_ids, tuple):
-        return call
-    return replace(call, prompt_ids=tuple(call.prompt_ids), output_ids=tuple(call.output_ids))  # lists compare unequal
+    return call
 
 
 def _linear(calls: Sequence[Call]) -> tuple[CallNode, ...] | None:
@@ -208,7 +206,9 @@ class _Builder:
         if named is None and call.prompt_ids in self._retried:
             index = self._retried[call.prompt_ids]
             first = self._nodes[index]
+            # in its place, where that one was thrown away; but there is one start, and this call is not it
             is_in_its_place = first.origin == "undeclared" or not has_kept(self._nodes)[index]
+            is_in_its_place = is_in_its_place and first.origin != "start"
             return replace(first, call=call, origin=first.origin if is_in_its_place else "fork")
         if self._on_undeclared != "realign":
             return _root(call, "undeclared")

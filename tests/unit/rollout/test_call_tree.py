@@ -153,6 +153,14 @@ def test_a_rejected_first_call_leaves_its_place() -> None:
     assert tree(FIRST, sub, call(2, [7, 7], [4]))[2] == (None, "subagent")
 
 
+def test_there_is_one_start() -> None:
+    thrown_away = dataclasses.replace(FIRST, is_rejected=True)
+    again, once_more = call(1, [1, 2], [4]), call(2, [1, 2], [5])
+    assert tree(thrown_away, again, once_more) == [(None, "start"), (None, "start"), (None, "fork")]
+    compacted = call(1, [7, 8], [4], break_reason="compaction")
+    assert tree(thrown_away, compacted, once_more) == [(None, "start"), (None, "compaction"), (None, "fork")]
+
+
 def test_an_undeclared_break_of_a_rejected_call_matters_only_when_something_follows() -> None:
     bad = call(1, [9, 9], [3], is_rejected=True)
     assert tree(FIRST, bad, call(2, [1, 2, 3, 5], [4]))[1] == (None, "undeclared")
