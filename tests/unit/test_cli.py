@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -165,3 +166,16 @@ def test_a_stop_is_said(number: signal.Signals, capsys: pytest.CaptureFixture[st
         signal.signal(signal.SIGTERM, before)
     assert ended.value.exit_code == 128 + number
     assert capsys.readouterr().err == "\nStopped; nothing is left behind.\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_signs_that_an_encoding_lacks_end_nothing(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "\udcff.csv"  # a name that is no UTF-8
+    path.write_text("length\n7\n")
+    environment = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}
+    command = [sys.executable, "-m", "evenstep", "plan", str(path), "--layout", "packed"]
+    result = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=60)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"?.csv: format csv, 1 rows" in result.stdout
+    # plain lines go out in UTF-8 where Python is left with ASCII
+    assert "1.00×".encode("utf-8" if encoding == "ascii" else encoding, "replace") in result.stdout

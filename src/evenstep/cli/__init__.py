@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -51,5 +53,9 @@ def evenstep(
 
 def main() -> None:
     """Run the command that ``sys.argv`` names."""
+    for stream in (sys.stdout, sys.stderr):
+        # a sign that a terminal does not have is no reason to end a run
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
     with exits_at_once() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else nullcontext():
         app(prog_name="evenstep")
