@@ -123,6 +123,15 @@ def test_mistakes_are_short_messages(config: Path, arguments: list[str], expecte
     assert result.stdout == ""
 
 
+def test_names_that_no_disk_takes_are_short_messages(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for folder in ("a" * 300, str(tmp_path / "loop" / "run")):
+        result = evenstep("train", config, "--run-dir", folder)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: ")
+        assert "Traceback" not in result.output
+
+
 def test_debug_shows_where(config: Path) -> None:
     result = evenstep("train", config, "--debug", "--set", "train.lr=x")
     assert isinstance(result.exception, ConfigError)

@@ -15,7 +15,7 @@ from evenstep.errors import EvenstepError
 __all__ = ["USER_ERROR", "short_errors", "stoppable"]
 
 USER_ERROR = 2  # exit code of an error that evenstep raised on purpose
-OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 @contextmanager

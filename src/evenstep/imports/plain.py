@@ -96,10 +96,11 @@ def read_csv(path: Path, columns: RowColumns, column: str | None) -> None:
     header = next(texts, None)
     if header is None:
         return
-    delimiter = max(",;\t", key=header.count)
     where = f"{path}, line {at[0]}"
     csv.field_size_limit(MAX_CELL_CHARACTERS)
     try:
+        # by cells, not by signs: a quoted name may hold any of them
+        delimiter = max(",;\t", key=lambda mark: len(next(csv.reader([header], delimiter=mark))))
         names = [name.strip() for name in next(csv.reader([header], delimiter=delimiter))]
     except csv.Error as error:
         raise LineError("", f"must be a header, found {error}; end lines with a line feed, and quote cells").at(

@@ -533,6 +533,13 @@ def test_a_step_beyond_all_integers_is_refused(digits: int, tmp_path: Path) -> N
             import_rows(path)
 
 
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_names_of_columns_may_hold_separators(mark: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'"a,;\t b, c;; \t\t"{mark}length\n"x,{mark}"{mark}10\n')
+    assert import_rows(path).lengths_R.tolist() == [10]
+
+
 def test_a_table_may_hold_long_texts(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f'text,length\n"{"x, " * 100_000}",10\nabc,20\n')
