@@ -149,8 +149,8 @@ TOKENS: list[Mutation] = [
     _COLLATE(
         name="positions run on",
         why="[P30] Positions of packed rows do not start at 0 again.",
-        old="np.concatenate(parts)[None]",
-        new="np.arange(sum(map(len, parts)))[None]",
+        old="positions_T = np.concatenate(parts)",
+        new="positions_T = np.arange(sum(map(len, parts)))",
         killed_by=TEST_ISOLATION + "test_positions_start_at_0_for_each_row[packed]",
         is_long=True,
     ),

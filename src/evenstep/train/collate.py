@@ -111,6 +111,7 @@ def collate(
     width: Callable[[int], int] = lambda num_tokens: num_tokens,
     vision: VisionSpec | None = None,
     router_shape: RouterShape | None = None,
+    num_positions: int | None = None,
 ) -> Cell:
     """Lay out the rows of a cell.
 
@@ -128,16 +129,22 @@ def collate(
         width: how many tokens a rectangle's width (packed, tree: the whole) is rounded up to after that.
         vision: of the model, where any row of the window has images.
         router_shape: of a model whose routing is replayed; None: it is not.
+        num_positions: that the model has a table of, at least as many as each row's; padding stays within them.
     """
     num_fillers = max(num_shape_rows, 1) - len(rows) if len(rows) < max(num_shape_rows, 1) else 0
     documents = [*prefix_keys(rows), *[np.full(FILLER_TOKENS, PAD_ID)] * num_fillers]
     ids = [*[row.token_ids for row in rows], *documents[len(rows) :]]
     place = {"tree": _as_trie, "packed": _in_a_row}.get(layout, _in_a_rectangle)
+    if num_positions is not None and layout in ("fixed", "padded"):
+        multiple, width = 1, _within(num_positions, multiple, width)
     input_ids_BT, index_by_row, nodes = place(ids, documents, multiple, width)
     position_ids: Tensor | None = None
     if nodes is not None:
         parts = [np.arange(node.depth, node.depth + node.stop - node.start) for node in nodes]
-        position_ids = torch.from_numpy(np.concatenate(parts)[None]).to(device)
+        positions_T = np.concatenate(parts)
+        if num_positions is not None:
+            positions_T = np.minimum(positions_T, num_positions - 1)
+        position_ids = torch.from_numpy(positions_T[None]).to(device)
     images: Images | None = None
     if vision is not None:
         position_ids = _positions_among_images(rows, input_ids_BT, index_by_row, position_ids, vision).to(device)
@@ -205,6 +212,11 @@ def _positions_among_images(
 # flat token ids [B, T], for each row the flat index of its tokens, nodes
 _Placed = tuple[Int64Array, list[Int64Array], tuple[Node, ...] | None]
 _Width = Callable[[int], int]
+
+
+def _within(num_positions: int, multiple: int, width: _Width) -> _Width:
+    """The width of a rectangle that is never wider than the positions that there are."""
+    return lambda num_tokens: min(width(_round_up(num_tokens, multiple)), max(num_positions, num_tokens))
 
 
 def _in_a_rectangle(ids: list[Int64Array], _: list[Int64Array], multiple: int, width: _Width) -> _Placed:

@@ -19,8 +19,9 @@ def run_plan(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    num_positions: int | None = None,
 ) -> None:
-    """Run ``fn(cell, is_last)`` on this rank's cells in the plan's order."""
+    """Run ``fn(cell, is_last)`` on this rank's cells in the plan's order; ``num_positions``: see ``collate``."""
     plan = window.plan
     cells = plan.cells[distributed.rank_and_size()[0]]
     for k, indices in enumerate(cells):
@@ -36,5 +37,6 @@ def run_plan(
             width=plan.padded_width,
             vision=window.vision,
             router_shape=window.router_shape,
+            num_positions=num_positions,
         )
         fn(cell, k == len(cells) - 1)

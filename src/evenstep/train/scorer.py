@@ -6,7 +6,7 @@ Training is the same with a gradient: see ``step``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from evenstep.train.losses import VALUE_LOSSES
 from evenstep.train.options import StepOptions
 from evenstep.train.policy import PolicyObjective
 from evenstep.train.routing import refuse_experts, replayed_routers, replayed_routing, router_shape
-from evenstep.train.verify import num_embeddings, verify_layout
+from evenstep.train.verify import num_embeddings, num_positions, verify_layout
 from evenstep.train.vision import spec_of
 from evenstep.train.window import PreparedWindow, check_images, prepare_window
 from evenstep.types import Row
@@ -82,6 +82,7 @@ class Scorer:
         distributed.agree("layouts that were verified", " ".join(self.backends), error)
         self.auto = self.auto_layout()
         self._rotary_limit = rotary_limit(model.config.to_dict())
+        self._num_positions = num_positions(model)
         self._vision = None if is_critic(model) else spec_of(model)
 
     def auto_layout(self) -> AutoLayout | None:
@@ -164,6 +165,7 @@ class Scorer:
         ``max_tokens_per_gpu`` replaces the budget of the options, for a pass without gradients that has more room.
         """
         rows = list(rows)  # which are looked at more than once
+        self._require_positions(rows)
         if self.options.routing_replay != "off" and not self.routers and not is_critic(self.model):
             refuse_experts(rows, self.model)
         return prepare_window(
@@ -245,9 +247,21 @@ class Scorer:
                 f"{type(self.model).__name__}, which sees {'no' if self._vision is None else 'other'} images: prepare "
                 f"the window with this one"
             )
+        self._require_positions(window.rows.values())
         if self._vision is not None and window.vision is None:  # prepared for a model that knows no placeholders
             check_images(list(window.rows.values()), self._vision, window.plan.layout)
         return window
+
+    def _require_positions(self, rows: Iterable[Row]) -> None:
+        """Refuse rows with more tokens than a model has learned positions, which would end a rank in the middle."""
+        limit = self._num_positions
+        longer = [] if limit is None else [row for row in rows if row.num_tokens > limit]
+        if longer:
+            raise RowError(
+                f"a row has at most the {limit} positions that {type(self.model).__name__} has learned, found "
+                f"{longer[0].num_tokens} tokens in row {longer[0].row_id!r} ({len(longer)} rows are longer); keep "
+                f"rollouts within {limit} tokens, or train a model with rotary positions"
+            )
 
     def _require_own_experts(self, window: PreparedWindow) -> None:
         """Refuse a window whose tokens would route freely, or elsewhere, although its rows carry experts."""
@@ -272,7 +286,7 @@ class Scorer:
 
         self.model.eval()
         with torch.no_grad(), attention_for(self.model, self.backends[window.plan.layout]):
-            run_plan(window, run, dtype=self.dtype, device=self.device)
+            run_plan(window, run, dtype=self.dtype, device=self.device, num_positions=self._num_positions)
 
     def _forward(self, cell: Cell) -> Any:
         is_bfloat16 = self.options.compute_dtype == "bfloat16"

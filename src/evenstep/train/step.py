@@ -147,7 +147,7 @@ class Trainer(Scorer):
         self.model.train(self.options.activation_checkpointing)
         self._has_remains = self.is_sharded
         with attention_for(self.model, self.backends[window.plan.layout]):
-            run_plan(window, train, dtype=self.dtype, device=self.device)
+            run_plan(window, train, dtype=self.dtype, device=self.device, num_positions=self._num_positions)
         self._has_remains = False
         if not self.is_sharded:
             distributed.sum_gradients(self.parameters)

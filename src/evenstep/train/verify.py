@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from evenstep.errors import PlanError
 from evenstep.media import Media, VisionSpec
+from evenstep.model_files import max_context_tokens
 from evenstep.train import distributed
 from evenstep.train.attention import Backend, attention_for, attention_named, choose_backend
 from evenstep.train.collate import Cell, collate
@@ -28,7 +29,7 @@ from evenstep.train.logprobs import cell_logprobs
 from evenstep.train.vision import spec_of
 from evenstep.types import Row
 
-__all__ = ["num_embeddings", "verify_layout"]
+__all__ = ["num_embeddings", "num_positions", "verify_layout"]
 
 IMAGE_ROWS, IMAGE_START = (0, 2), 1  # which rows have an image of two tokens, and where
 SHARED, LENGTHS = (4, 4, 2, 4, 0), (9, 7, 6, 4, 3)  # tokens in common with the first row, and in all
@@ -44,6 +45,14 @@ def num_embeddings(model: PreTrainedModel) -> int:
     """Token ids the model has an embedding for."""
     embeddings = model.get_input_embeddings()
     return embeddings.num_embeddings if isinstance(embeddings, torch.nn.Embedding) else int(model.config.vocab_size)
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """Positions that the model has a table of, learned one by one as GPT-2's are; None: angles, or something else."""
+    limit, tokens = max_context_tokens(model.config.to_dict()), model.get_input_embeddings()
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not tokens]
+    # some tables have two more in front, for padding
+    return limit if limit is not None and any(limit <= t.num_embeddings <= limit + 2 for t in tables) else None
 
 
 def verify_layout(

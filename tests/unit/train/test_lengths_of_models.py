@@ -4,7 +4,8 @@
    and layout "auto" leaves them out; the model keeps its window
 2. windows that backends do see pass, also where no row of the check would reach them; so do layers of different heads
 3. rotary angles that depend on the longest row of a micro-batch: refused where they would, exact where they do not
-4. padding behind the rows stays within the positions that a model knows
+4. padding behind the rows stays within the positions that a model knows, whatever widths are rounded up to; a row that
+   does not is refused by name, also in a window that was prepared for another model
 5. layers that attend to chunks are refused also inside a model of several parts
 """
 
@@ -24,13 +25,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
 
-from evenstep.errors import PlanError
+from evenstep.errors import PlanError, RowError
 from evenstep.model_files import layout_problem, rotary_limit
 from evenstep.train import Trainer
 from evenstep.train.collate import collate
@@ -177,6 +180,43 @@ def test_padding_behind_the_rows_is_in_short_pieces(layout: str) -> None:
     assert int(cell.position_ids_BT.max()) < 64
     model = make(GPT2LMHeadModel, GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64))
     assert_exact(model, layout=layout, bucket=0.9, max_tokens_per_gpu=200)
+
+
+LEARNED: dict[str, Any] = {
+    "gpt2": lambda limit: make(
+        GPT2LMHeadModel, GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=limit)
+    ),
+    "opt": lambda limit: make(
+        OPTForCausalLM,
+        OPTConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=limit,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+@pytest.mark.parametrize("layout", ["fixed", "padded", "packed", "tree"])
+@pytest.mark.parametrize("widths", [{"pad_to_multiple": 16}, {"bucket": 0.9}], ids=str)
+def test_padding_stays_within_learned_positions(kind: str, layout: str, widths: dict[str, Any]) -> None:
+    size = {"micro_batch_rows": 3} if layout == "fixed" else {"max_tokens_per_gpu": 400}
+    assert_exact(LEARNED[kind](18), layout=layout, **size, **widths)
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_a_row_beyond_learned_positions_is_refused(kind: str) -> None:
+    shorter = trainer(LEARNED[kind](17))
+    with pytest.raises(RowError, match=r"at most the 17 positions .* found 18 tokens in row 2 \(1 rows"):
+        shorter.forward_backward(rows())
+    with pytest.raises(RowError, match="found 18 tokens in row 2"):
+        shorter.score(trainer(LEARNED[kind](18)).prepare(rows()))
+    assert shorter.forward_backward(rows()[:2]).loss
 
 
 def test_layer_types_are_read_in_the_text_part_too() -> None:
