@@ -112,6 +112,7 @@ def test_dry_run_prints_what_would_run(config: Path, tmp_path: Path) -> None:
         (["--ranks", "0"], "--ranks must be at least 1, found 0"),
         (["--resume"], "found no config.toml"),
         (["--run-dir", "/dev/null/run"], "must be a folder that can be written"),
+        (["--run-dir", ""], "run.dir"),  # an unset variable is not the present folder
     ],
 )
 def test_mistakes_are_short_messages(config: Path, arguments: list[str], expected: str) -> None:

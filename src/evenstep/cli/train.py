@@ -30,7 +30,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the resolved configuration, and stop.")
     ] = False,
-    run_dir: Annotated[Path | None, typer.Option(help="The run's folder, instead of run.dir.")] = None,
+    run_dir: Annotated[str | None, typer.Option(metavar="PATH", help="The run's folder, instead of run.dir.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train a policy as the CONFIG files say.
@@ -43,7 +43,7 @@ def train(
 
         given = list(overrides or [])
         if run_dir is not None:
-            given.append(f"run.dir={json.dumps(str(run_dir), ensure_ascii=False)}")
+            given.append(f"run.dir={json.dumps(run_dir, ensure_ascii=False)}")
         config = load_config(configs, given)
         if dry_run:
             check_ranks(1 if ranks is None else ranks)
