@@ -53,13 +53,13 @@ def _permuting_permutes(request, seed: int) -> None:
         assert [[lengths[i] for i in cell] for cell in a] == [[permuted_lengths[i] for i in cell] for cell in b]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=150, suppress_health_check=_SLOW_DATA)
 @given(requests(max_rows=40))
 def test_promises_hold(request) -> None:
     _promises_hold(request)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=60, suppress_health_check=_SLOW_DATA)
 @given(requests(max_rows=30, max_ranks=8), st.integers(0, 2**32))
 def test_permuting_the_rows_permutes_the_plan(request, seed: int) -> None:
     _permuting_permutes(request, seed)
@@ -67,7 +67,7 @@ def test_permuting_the_rows_permutes_the_plan(request, seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@settings(max_examples=2000, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=2000, suppress_health_check=_SLOW_DATA)
 @given(requests(max_rows=2000))
 def test_promises_hold_for_many_rows(request) -> None:
     _promises_hold(request)
@@ -75,13 +75,13 @@ def test_promises_hold_for_many_rows(request) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@settings(max_examples=2000, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=2000, suppress_health_check=_SLOW_DATA)
 @given(requests(max_rows=200), st.integers(0, 2**32))
 def test_permuting_many_rows_permutes_the_plan(request, seed: int) -> None:
     _permuting_permutes(request, seed)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=60, suppress_health_check=_SLOW_DATA)
 @given(
     st.lists(st.integers(1, 500), min_size=1, max_size=40),
     st.integers(1, 5),
@@ -116,7 +116,7 @@ def test_windows_are_planned_one_by_one(lengths, num_windows, layout, is_local, 
         assert plan.cells == tuple(tuple(tuple(sorted(part)[i] for i in c) for c in rank) for rank in alone.cells)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=30, suppress_health_check=_SLOW_DATA)
 @given(
     st.lists(st.integers(1, 900), min_size=1, max_size=60),
     st.integers(1, 4),

@@ -64,13 +64,13 @@ def _permuting_permutes(request, seed: int) -> None:
         assert [[keys[i] for i in cell] for cell in a] == [[permuted_keys[i] for i in cell] for cell in b]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=150, suppress_health_check=_SLOW_DATA)
 @given(tree_requests(max_rows=30))
 def test_promises_hold(request) -> None:
     _promises_hold(request)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=60, suppress_health_check=_SLOW_DATA)
 @given(tree_requests(max_rows=30, max_ranks=8), st.integers(0, 2**32))
 def test_permuting_the_rows_permutes_the_plan(request, seed: int) -> None:
     _permuting_permutes(request, seed)
@@ -78,7 +78,7 @@ def test_permuting_the_rows_permutes_the_plan(request, seed: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@settings(max_examples=2000, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=2000, suppress_health_check=_SLOW_DATA)
 @given(tree_requests(max_rows=300, max_ranks=64))
 def test_promises_hold_for_many_rows(request) -> None:
     _promises_hold(request)
@@ -86,13 +86,13 @@ def test_promises_hold_for_many_rows(request) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@settings(max_examples=2000, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=2000, suppress_health_check=_SLOW_DATA)
 @given(tree_requests(max_rows=100, max_ranks=64), st.integers(0, 2**32))
 def test_permuting_many_rows_permutes_the_plan(request, seed: int) -> None:
     _permuting_permutes(request, seed)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=_SLOW_DATA)
+@settings(max_examples=40, suppress_health_check=_SLOW_DATA)
 @given(st.integers(1, 30), st.integers(0, 2**32), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_windows_are_planned_one_by_one(num_rows, seed, num_windows, rnd) -> None:
     keys = tree_keys(num_rows, 60, seed)
@@ -112,7 +112,7 @@ def test_windows_are_planned_one_by_one(num_rows, seed, num_windows, rnd) -> Non
         assert plan.cells == tuple(tuple(tuple(inside[i] for i in cell) for cell in rank) for rank in alone.cells)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(2, 20), st.integers(0, 2**32))
 def test_the_check_reads_the_prefixes(num_rows, seed) -> None:
     keys = tree_keys(num_rows, 30, seed)
@@ -124,7 +124,7 @@ def test_the_check_reads_the_prefixes(num_rows, seed) -> None:
         plan.check(lengths, prefixes=nothing)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 900), min_size=1, max_size=60),
     st.integers(1, 5),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import FileFormatError
@@ -160,7 +160,6 @@ def calls(draw: st.DrawFn, order: int) -> Call:
     )
 
 
-@settings(deadline=None)
 @given(data=st.data(), suffix=st.sampled_from(["", ".gz"]))
 def test_any_rollout_comes_back_bit_equal(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, suffix: str

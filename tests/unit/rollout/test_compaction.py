@@ -271,7 +271,7 @@ def policies(draw: st.DrawFn) -> Compaction:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     policy=policies(),
     lengths=st.lists(st.integers(2, 20), min_size=1, max_size=9),
@@ -329,7 +329,7 @@ def test_promises(
     assert trained == [token for call in rollout.calls for token in call.output_ids]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     keep_last=st.integers(0, 4),
     chunk_actions=st.integers(1, 4),

@@ -121,7 +121,7 @@ REGISTRY = Registry(make_capture(ENGINE), admin_key=ADMIN, max_open=10**9)
 APP = make_app(REGISTRY)  # once: describing the routes takes longer than many requests
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=6))
 def test_nothing_makes_it_fail(requests: list[tuple[str, bytes, str | None]]) -> None:
     async def run() -> None:
@@ -168,7 +168,6 @@ def statuses_of(operation: Any, registry: Registry, numbers: Iterator[int]) -> s
 
     @settings(
         max_examples=60,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,
         derandomize=True,

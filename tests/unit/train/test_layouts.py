@@ -209,7 +209,7 @@ def random_windows(draw: st.DrawFn) -> list[Row]:
     return rows
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rows=random_windows(),
     budget=st.sampled_from([2, 6, 15, None]),

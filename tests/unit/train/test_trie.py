@@ -54,7 +54,7 @@ def sees(trie: Trie) -> np.ndarray:
     return (key <= query) & (query < end_T[None, :])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(tries())
 def test_a_trie_is_its_rows(rows: Rows) -> None:
     trie = build_trie(rows)
@@ -69,7 +69,7 @@ def test_a_trie_is_its_rows(rows: Rows) -> None:
     assert sorted(place.values()) == list(range(trie.num_tokens))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(tries())
 def test_intervals_are_paths(rows: Rows) -> None:
     trie = build_trie(rows)
@@ -120,7 +120,7 @@ def outputs_and_gradients(out: Tensor, tensors: Sequence[Tensor]) -> list[Tensor
     return [out.detach(), *[torch.zeros(1) if grad is None else grad for grad in grads]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=tries(),
     window=st.sampled_from([None, 1, 2, 4]),
