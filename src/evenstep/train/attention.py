@@ -15,7 +15,7 @@ flash     FlashAttention 2 with one length per row. Layout ``packed`` in bfloat1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from itertools import accumulate
@@ -31,7 +31,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from evenstep.errors import ConfigError
+from evenstep.errors import ConfigError, PlanError
 from evenstep.train.blocks import block_attention
 from evenstep.train.trie import Node, paths
 
@@ -59,7 +59,7 @@ def by_node(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention along the path of each node: a fused call per node, or blocks where that cannot be exact."""
-    nodes: tuple[Node, ...] = kwargs[NODES_KWARG]
+    nodes = _nodes_of(module, kwargs)
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     longest = max(node.depth + node.stop - node.start for node in nodes)
     window = None if sliding_window is None or longest <= sliding_window else sliding_window
@@ -69,6 +69,20 @@ def by_node(
         settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": s_aux}
         out_BHTD = block_attention(query_BHTD, key_BHTD, value_BHTD, nodes, **settings)
     return out_BHTD.transpose(1, 2).contiguous(), None
+
+
+def _nodes_of(module: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Node, ...]:
+    """What the model was called with.
+
+    Raises:
+        PlanError: the model keeps it from its attention, as models do that hand their layers no further arguments.
+    """
+    if NODES_KWARG not in kwargs:
+        raise PlanError(
+            f"layouts 'packed' and 'tree' must tell attention where a row ends, found that this model hands "
+            f"{type(module).__name__} none of the keyword arguments that say so; use layout 'padded'"
+        )
+    return kwargs[NODES_KWARG]
 
 
 def _is_cheap_by_node(nodes: tuple[Node, ...]) -> bool:
@@ -115,7 +129,7 @@ def by_flex(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The same as ``by_node`` in one kernel, which transformers compiles once for each width."""
-    nodes: tuple[Node, ...] = kwargs[NODES_KWARG]
+    nodes = _nodes_of(module, kwargs)
     if s_aux is not None and not query_BHTD.is_cuda:  # only there the kernel says what its weights summed up to
         settings: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
         return by_node(module, query_BHTD, key_BHTD, value_BHTD, None, s_aux=s_aux, **settings, **kwargs)
@@ -167,7 +181,7 @@ def by_flash(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """FlashAttention 2, in which every row is a sequence of its own."""
-    nodes: tuple[Node, ...] = kwargs[NODES_KWARG]
+    nodes = _nodes_of(module, kwargs)
     lengths = [node.stop - node.start for node in nodes]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query_BHTD.device)
     out_BTHD: Tensor = _flash_attention_forward(

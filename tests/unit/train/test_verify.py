@@ -1,6 +1,7 @@
 """Locks:
 
-1. a model whose attention cannot be told where a row ends is refused in layouts packed and tree and accepted in padded
+1. a model whose attention cannot be told where a row ends, or is not, is refused in layouts packed and tree and
+   accepted in padded, which is then what ``auto`` has
 2. a model that changes its logits in an unknown way is refused in every layout
 3. what is supported is accepted in every layout, in float64, float32 and bfloat16 compute, with frozen parameters and
    adapters, and the model is left as it was, gradients included
@@ -17,12 +18,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AttentionInterface,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    NemotronConfig,
+    NemotronForCausalLM,
+)
 
 import evenstep
 from evenstep.errors import ConfigError, PlanError, RowError
 from evenstep.train import Trainer, verify
-from evenstep.train.attention import NODES_KWARG, by_node
+from evenstep.train.attention import NODES_KWARG, by_flash, by_flex, by_node
 from evenstep.train.collate import Cell, collate
 from evenstep.train.lora import add_lora
 from evenstep.train.trie import Node
@@ -48,6 +57,21 @@ def test_attention_without_rows_is_refused_when_packed() -> None:
         words = rf"'{layout}' must give each row .* BloomForCausalLM they differ by .*'padded'"
         with pytest.raises(PlanError, match=words):
             verify_layout(bloom(), layout)
+
+
+@pytest.mark.parametrize("backend", [by_node, by_flex, by_flash])
+def test_a_model_that_keeps_arguments_from_its_attention_is_refused_when_packed(backend: Any) -> None:
+    shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = NemotronForCausalLM(NemotronConfig(**shape, num_attention_heads=4, num_key_value_heads=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words = "'packed' and 'tree' must tell .* hands NemotronAttention none of .*'padded'"
+    for layout in ("packed", "tree"):
+        with pytest.raises(PlanError, match=words):
+            Trainer(model, optimizer, layout=layout)
+    assert tuple(Trainer(model, optimizer, layout="auto", max_tokens_per_gpu=64).backends) == ("padded",)
+    query = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(PlanError, match=words):
+        backend(model.model.layers[0].self_attn, query, query, query, None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
