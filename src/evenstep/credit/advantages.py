@@ -151,7 +151,9 @@ def zero_spread_groups(rollouts: Iterable[RewardedRollout]) -> list[str]:
     rewards: dict[str, set[float | None]] = {}
     for rollout in rollouts:
         if rollout.is_voter:
-            rewards.setdefault(rollout.group_id, set()).add(rollout.reward)
+            # equal numbers of another type, such as tensors, need not be equal in a set
+            reward = None if rollout.reward is None else float(rollout.reward)
+            rewards.setdefault(rollout.group_id, set()).add(reward)
     return [group_id for group_id, found in rewards.items() if len(found) == 1]
 
 

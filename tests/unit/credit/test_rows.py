@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from credit_oracle import gae_by_segment
 from evenstep.credit import credit_by_gae, credit_by_rollout, kl_penalties, rollout_advantages, zero_spread_groups
@@ -233,3 +234,6 @@ def test_groups_without_spread() -> None:
     for name in ("y", "w", "u", "t"):
         assert {flat[r.rollout_id] for r in groups[name] if r.is_voter} == {0.0}
     assert zero_spread_groups([]) == []
+    for kind in (torch.tensor, np.array, np.float32, float, bool):  # numbers of any type are compared as numbers
+        assert zero_spread_groups(group("e", [kind(1.0), kind(1.0)])) == ["e"]
+        assert zero_spread_groups(group("o", [kind(1.0), kind(0.0)])) == []
