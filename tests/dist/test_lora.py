@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PhimoeConfig, PhimoeForCausalLM
 
 import evenstep.train
 import oracle
@@ -328,9 +328,17 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None)).eval()
 
 
+def phimoe() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return PhimoeForCausalLM(PhimoeConfig(**shape, **heads, num_local_experts=4)).eval()
+
+
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tied": (lambda: tiny_model(dtype=torch.float32, is_tied=True), LORA),
     "head": (lambda: tiny_model("llama", dtype=torch.float32), HEAD),
+    "router": (phimoe, LORA),  # its router is a linear layer, and stays as it is
     "transposed": (gpt2, LORA),  # weights are [in, out], and square ones look the same
     "bfloat16": (lambda: tiny_model(dtype=torch.bfloat16), LORA),
 }
@@ -438,6 +446,12 @@ def test_what_is_refused(settings: dict[str, Any], message: str) -> None:
         add_lora(base, **(LORA | settings))
     assert [name for name, _ in base.named_parameters()] == names
     assert all(parameter.requires_grad for parameter in base.parameters())
+
+
+def test_a_router_is_no_linear_layer() -> None:
+    with pytest.raises(ConfigError, match="'router' is a PhimoeTopKRouter"):
+        add_lora(phimoe(), **(LORA | {"target_modules": ["q_proj", "router"]}))
+    assert not any("router" in name for name, _ in add_lora(phimoe(), **LORA).named_parameters() if "lora" in name)
 
 
 def test_wrong_models_are_refused(tmp_path: Path) -> None:

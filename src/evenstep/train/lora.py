@@ -52,9 +52,9 @@ def add_lora(
         alpha: the adapters' output is scaled by ``alpha / rank``.
         seed: of A; the global random state is left alone.
         dropout: must be 0: no pass has dropout, so that all of them see one policy.
-        target_modules: ``"all-linear"`` (all but the output head, and the layers of state-space mixers whose weights
-            go into a scan), or names of linear layers: whole ones or their last parts, such as ``["q_proj",
-            "v_proj"]``. The output head can be named unless it is tied to the embedding.
+        target_modules: ``"all-linear"`` (all but the output head, routers that are linear layers, and the layers of
+            state-space mixers whose weights go into a scan), or names of linear layers: whole ones or their last
+            parts, such as ``["q_proj", "v_proj"]``. The output head can be named unless it is tied to the embedding.
 
     Raises:
         ConfigError: peft is not installed, a number is out of range, or a name matches nothing that can be adapted.
@@ -180,14 +180,14 @@ def _targets(model: PreTrainedModel, target_modules: str | Sequence[str]) -> str
     """What peft is given; names where all linear layers are more than can be adapted."""
     if not isinstance(target_modules, str):
         return list(target_modules)
-    scanned = _scanned(model)
-    if not scanned:
+    left_out = _scanned(model) | _linear_routers(model)
+    if not left_out:
         return target_modules
     head = model.get_output_embeddings()
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and name not in scanned
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and name not in left_out
     ]
 
 
@@ -199,6 +199,15 @@ def _scanned(model: nn.Module) -> frozenset[str]:
         if {"A_log", "D"} <= {own for own, _ in module.named_parameters(recurse=False)}
         for child in SCANNED
         if isinstance(getattr(module, child, None), nn.Linear)
+    )
+
+
+def _linear_routers(model: nn.Module) -> frozenset[str]:
+    """Names of the routers that are linear layers and answer with the chosen experts, to which peft cannot add."""
+    return frozenset(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).__name__.endswith("Router")
     )
 
 
@@ -226,7 +235,12 @@ def _check_targets(model: PreTrainedModel, target_modules: str | Sequence[str]) 
                 f"target_modules: {target!r} names {scanned[0]}, a layer of a state-space mixer that hands its weight "
                 f"to a scan, where an adapter beside it would have no effect; leave it out, or use {ALL_LINEAR!r}"
             )
-        wrong = [type(module).__name__ for module in found if not isinstance(module, (nn.Linear, Conv1D))]
+        routers = _linear_routers(model)
+        wrong = [
+            type(module).__name__
+            for module in found
+            if not isinstance(module, (nn.Linear, Conv1D)) or any(modules[name] is module for name in routers)
+        ]
         if wrong:
             raise ConfigError(f"target_modules must be linear layers, found that {target!r} is a {wrong[0]}; {hint}")
         if any(_is_shared(model, module) for module in found):
