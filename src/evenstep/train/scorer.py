@@ -27,7 +27,7 @@ from evenstep.train.losses import VALUE_LOSSES
 from evenstep.train.options import StepOptions
 from evenstep.train.policy import PolicyObjective
 from evenstep.train.routing import refuse_experts, replayed_routers, replayed_routing, router_shape
-from evenstep.train.verify import num_embeddings, num_positions, verify_layout
+from evenstep.train.verify import num_embeddings, num_outputs, num_positions, verify_layout
 from evenstep.train.vision import spec_of
 from evenstep.train.window import PreparedWindow, check_images, prepare_window
 from evenstep.types import Row
@@ -179,6 +179,7 @@ class Scorer:
             # sharded ranks meet in every micro-batch, replicated ones once per window
             plan_sync="micro_batch" if self.is_sharded else "step",
             vocab_size=num_embeddings(self.model),
+            num_outputs=num_outputs(self.model),
             vision=self._vision,
             router_shape=router_shape(self.routers) if self.routers else None,
         )

@@ -26,7 +26,7 @@ from evenstep.train.rank_errors import reported
 from evenstep.train.routing import PADDING, experts_of_cell, router_shape
 from evenstep.train.setup import load_models
 from evenstep.train.step import Trainer
-from evenstep.train.verify import num_embeddings
+from evenstep.train.verify import num_outputs
 from evenstep.train.vision import spec_of
 from evenstep.tune.spec import ANSWER, CellShape, Measured, Probe
 from evenstep.types import Row
@@ -123,7 +123,7 @@ class _Prober:
             )
             if is_there
         ]
-        num_ids, vision = num_embeddings(trainer.model), spec_of(trainer.model)
+        num_ids, vision = num_outputs(trainer.model), spec_of(trainer.model)
         rows: list[Row] = []
         for index in range(cell.num_rows * num_microbatches * self.num_ranks):
             ids = self.draw.integers(num_ids, size=cell.row_tokens)

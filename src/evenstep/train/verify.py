@@ -29,7 +29,7 @@ from evenstep.train.logprobs import cell_logprobs
 from evenstep.train.vision import spec_of
 from evenstep.types import Row
 
-__all__ = ["num_embeddings", "num_positions", "verify_layout"]
+__all__ = ["num_embeddings", "num_outputs", "num_positions", "verify_layout"]
 
 IMAGE_ROWS, IMAGE_START = (0, 2), 1  # which rows have an image of two tokens, and where
 SHARED, LENGTHS = (4, 4, 2, 4, 0), (9, 7, 6, 4, 3)  # tokens in common with the first row, and in all
@@ -45,6 +45,12 @@ def num_embeddings(model: PreTrainedModel) -> int:
     """Token ids the model has an embedding for."""
     embeddings = model.get_input_embeddings()
     return embeddings.num_embeddings if isinstance(embeddings, torch.nn.Embedding) else int(model.config.vocab_size)
+
+
+def num_outputs(model: PreTrainedModel) -> int:
+    """Token ids the model can give a log-prob: some embed ids, as of images, that their output head has not."""
+    width = getattr(model.get_output_embeddings(), "out_features", None)
+    return num_embeddings(model) if width is None else min(int(width), num_embeddings(model))
 
 
 def num_positions(model: PreTrainedModel) -> int | None:
@@ -125,7 +131,7 @@ def _problem(
     """What differs, or None."""
     is_sharded = distributed.is_sharded(model)
     vision = None if is_critic(model) or layout == "tree" else spec_of(model)
-    rows = _rows(num_embeddings(model), seed, vision)
+    rows = _rows(num_outputs(model), seed, vision)
     probe = _Probe(model, backend, np.random.default_rng(seed))
     shape: dict[str, Any] = {"multiple": 1, "num_shape_rows": 1, "dtype": torch.float64}
     shape["device"] = next(model.parameters()).device

@@ -63,6 +63,7 @@ def prepare_window(
     options: StepOptions,
     plan_sync: Literal["micro_batch", "step"],
     vocab_size: int,
+    num_outputs: int | None = None,
     auto: AutoLayout | None = None,
     max_tokens_per_gpu: int | None = None,
     rotary_limit: tuple[str, int] | None = None,
@@ -76,6 +77,7 @@ def prepare_window(
 
     Layout "auto" is decided with ``auto`` under the budget of the options, so that all passes over a window decide
     alike; ``max_tokens_per_gpu`` is the budget of this pass, None: that of the options.
+    ``num_outputs``: ids that the model's output head has, where they may be fewer than the ``vocab_size`` it embeds.
     ``rotary_limit``: see ``evenstep.model_files.rotary_limit``; ``vision``: what the model makes of images;
     ``router_shape``: of a model whose routing is replayed, None: experts that rows carry are left aside.
 
@@ -95,7 +97,7 @@ def prepare_window(
     else:
         check_experts(rows, router_shape, is_required=options.routing_replay == "required")
     fields = tuple(name for name in PER_TOKEN_FIELDS if _all_or_none(rows, name))
-    _require_vocabulary(rows, vocab_size)
+    _require_vocabulary(rows, vocab_size, vocab_size if num_outputs is None else num_outputs)
     has_images = check_images(rows, vision, options.layout)
     counts = count_window(rows, voters)
     weights_R = row_weights(
@@ -229,12 +231,18 @@ def check_images(rows: Sequence[Row], vision: VisionSpec | None, layout: str) ->
     return bool(with_images)
 
 
-def _require_vocabulary(rows: Sequence[Row], vocab_size: int) -> None:
+def _require_vocabulary(rows: Sequence[Row], vocab_size: int, num_outputs: int) -> None:
     for row in rows:
         if int(row.token_ids.max()) >= vocab_size:
             raise RowError(
                 f"row {row.row_id!r}: token id {row.token_ids.max()} is outside the model's vocabulary of "
                 f"{vocab_size}; use the tokenizer that belongs to the model"
+            )
+        trained = row.token_ids[row.loss_mask]
+        if trained.size and int(trained.max()) >= num_outputs:
+            raise RowError(
+                f"row {row.row_id!r}: a trained token must be one of the {num_outputs} that the model's output head "
+                f"has, found id {trained.max()}, which it embeds but never samples; set loss_mask to 0 there"
             )
 
 

@@ -8,7 +8,8 @@
 4. wrong attention is refused with the parameter's name and both numbers: looking ahead, into the neighbour, at wrong
    positions, with a window off by one, without sinks; right outputs whose gradient is not theirs: sinks or a value
    bias without gradient, a shared beginning that learns from one of its rows only
-5. wrong options, an optimizer of another model and ids outside the vocabulary are refused by name
+5. wrong options, an optimizer of another model and ids outside the vocabulary are refused by name; ids that are
+   embedded and not in the output head are context, and refused where they are trained
 """
 
 from __future__ import annotations
@@ -247,3 +248,18 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
     row = evenstep.Row(row_id="r", rollout_id="r", group_id="g", token_ids=[1, VOCAB], loss_mask=[0, 1])
     with pytest.raises(RowError, match=f"row 'r': token id {VOCAB} is outside the model's vocabulary of {VOCAB}"):
         trainer.forward_backward([row])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ids_that_a_model_embeds_and_never_samples_are_context_alone(layout: str) -> None:
+    model = tiny_model()
+    model.set_input_embeddings(torch.nn.Embedding(VOCAB + 8, model.config.hidden_size, dtype=torch.float64))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters()), layout=layout)  # its own rows have such ids nowhere
+    ids = [1, VOCAB + 7, 2]
+    row = evenstep.Row(row_id="r", rollout_id="r", group_id="g", token_ids=ids, loss_mask=[0, 0, 1], advantage=1.0)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0, 1], dim=-1)
+    assert float(trainer.forward_backward([row]).logprobs["r"][2]) == pytest.approx(float(logprobs[2]), abs=1e-6)
+    trainer.optim_step()
+    with pytest.raises(RowError, match=rf"row 'r': a trained token must be one of the {VOCAB} .* id {VOCAB + 7}"):
+        trainer.forward_backward([dataclasses.replace(row, loss_mask=[0, 1, 1])])
